@@ -466,7 +466,7 @@ def keys() -> str:
 
 def search_columns() -> str:
     """What the files of all candidates hold."""
-    from stagewright.views.search_columns import COLUMNS
+    from stagewright.views.search import COLUMNS
 
     rows = [(f"`{name}`", of.unit, of.meaning) for name, of in COLUMNS.items()]
     return (

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-WIDTH = 760
+WIDTH = 600
 if __name__ == "__main__":
     sys.path.insert(0, str(HERE.parents[1] / "src"))
 
@@ -54,7 +54,11 @@ def _file(title: str, drawn: Sequence[tuple[str, str]]) -> str:
             top += TITLE
         (high,) = re.findall(r'^<svg viewBox="0 0 [\d.]+ ([\d.]+)"', picture)
         parts.append(
-            re.sub(r'^<svg (.*?) style="[^"]*"', rf'<svg y="{top:g}" height="{high}" \1', picture)
+            re.sub(
+                r'^<svg (.*?) width="\d+" (.*?) style="[^"]*"',
+                rf'<svg y="{top:g}" width="{WIDTH}" height="{high}" \1 \2',
+                picture,
+            )
         )
         top += float(high)
     return (

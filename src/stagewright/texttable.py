@@ -14,7 +14,7 @@ import html
 import importlib
 import io
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -162,20 +162,23 @@ class Table:
         widest = max(map(len, (name, *self.cells(name))))
         return widest if self.is_number(name) else max(len(name), min(widest, MIN_TEXT))
 
-    def html(self, limit: int | None = None) -> str:
-        """The table as HTML; after `limit` rows, a line says how many are left out."""
+    def html(self, limit: int | None = None, bad: Collection[int] = ()) -> str:
+        """The table as HTML; after `limit` rows, a line says how many are left out.
+
+        Rows whose index is in `bad` have that class.
+        """
         marks = [' class="n"' if self.is_number(name) else "" for name in self.columns]
         head = "".join(
             f'<th scope="col"{mark}>{html.escape(name)}</th>'
             for name, mark in zip(self.columns, marks, strict=True)
         )
         body = "".join(
-            "<tr>"
+            ('<tr class="bad">' if i in bad else "<tr>")
             + "".join(
                 f"<td{mark}>{html.escape(cell)}</td>" for cell, mark in zip(row, marks, strict=True)
             )
             + "</tr>"
-            for row in self.text_rows()[:limit]
+            for i, row in enumerate(self.text_rows()[:limit])
         )
         if limit is not None and len(self) > limit:
             note = f"{len(self) - limit:,} more rows; to_pandas() and to_polars() have them all"
@@ -198,29 +201,19 @@ class Table:
 
     def to_pandas(self) -> Any:
         """A pandas.DataFrame of the unformatted values; needs the extra `pandas`."""
-        try:
-            library = importlib.import_module("pandas")
-        except ImportError:
-            raise _missing("pandas") from None
-        return library.DataFrame(self._lists())
+        return self._frame("pandas")
 
     def to_polars(self) -> Any:
         """A polars.DataFrame of the unformatted values; needs the extra `polars`."""
+        return self._frame("polars")
+
+    def _frame(self, library: str) -> Any:
         try:
-            library = importlib.import_module("polars")
+            frames = importlib.import_module(library)
         except ImportError:
-            raise _missing("polars") from None
-        return library.DataFrame(self._lists())
-
-    def _lists(self) -> dict[str, list[object]]:
-        return {name: list(values) for name, values in self.columns.items()}
-
-
-def _missing(library: str) -> UserError:
-    """Error of a method that needs a library which is not installed."""
-    return UserError(
-        f"this needs {library}, which is not installed; pip install 'stagewright[{library}]'"
-    )
+            hint = f"pip install 'stagewright[{library}]'"
+            raise UserError(f"this needs {library}, which is not installed; {hint}") from None
+        return frames.DataFrame({name: list(values) for name, values in self.columns.items()})
 
 
 def _pieces(widths: Mapping[str, int], room: int) -> list[list[str]]:

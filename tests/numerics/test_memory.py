@@ -25,8 +25,7 @@ from stagewright.program import memory as over_time
 from stagewright.program.columns import CATEGORIES, RankClass
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import make
-from stagewright.views.pages import memory as memory_page
-from stagewright.views.pictures.chart import SCREENS
+from stagewright.views.pages.report import memory_page
 
 GPT = {"model": "gpt3-1.3b", "layers": 4, "seq_length": 256}
 LLAMA = {"model": "llama3.1-8b", "layers": 4, "seq_length": 256}
@@ -356,11 +355,11 @@ def test_an_allowance_is_beside_the_peak() -> None:
 def test_page_stands_alone() -> None:
     """No network, valid SVG, every class, keys and alternative text."""
     compiled = compile(Run(**RUNS[1]))
-    text = memory_page.page(compiled)
+    text = memory_page(compiled)
     assert "http" not in text
     assert "src=" not in text
     pictures = re.findall(r"<svg (?:(?!<svg).)*data-held=.*?</svg>", text, re.DOTALL)
-    assert len(pictures) == len(compiled.program.classes) * len(SCREENS)
+    assert len(pictures) == len(compiled.program.classes)
     for picture in pictures:
         root = ElementTree.fromstring(picture)
         assert root.get("tabindex") == "0"
@@ -375,4 +374,4 @@ def test_page_stands_alone() -> None:
     for of, one in zip(compiled.program.classes, data.values(), strict=True):
         total = sum(by[one["peak"]] for by in one["held"].values())
         assert total == of.memory["peak"]
-    assert text == memory_page.page(compile(Run(**RUNS[1])))
+    assert text == memory_page(compile(Run(**RUNS[1])))

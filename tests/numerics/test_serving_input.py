@@ -70,7 +70,11 @@ def test_a_result_of_a_client_beside_the_same_load(capfd, tmp_path):
     }  # fmt: skip
     path = tmp_path / "result.json"
     path.write_text(json.dumps(result))
-    found = json.loads(printed(capfd, "--compare", str(path), "--json"))
+    page = tmp_path / "run.html"
+    found = json.loads(printed(capfd, "--compare", str(path), "--json", "-o", str(page)))
+    text = page.read_text()
+    assert "Compared with the measured log" in text
+    assert f'<td class="n">{found["compared"][0]["error"]:+.1%}</td>' in text
     assert found["workload"] == "result.json: 3 users, 300 and 20 tokens"
     rows = [(row["time"], row["figure"]) for row in found["compared"]]
     assert rows == [

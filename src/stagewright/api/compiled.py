@@ -18,7 +18,7 @@ from stagewright.run.experiment import Experiment
 from stagewright.run.settings import Run
 from stagewright.texttable import Table
 from stagewright.views import tables as views
-from stagewright.views.pages import notebook
+from stagewright.views.pages.report import compiled_html
 from stagewright.views.pages.report import page as html_page
 from stagewright.views.summary import summary, summary_text
 
@@ -38,7 +38,7 @@ class Compiled(CompiledRun, PublicResult):
     suffixes = (".json", ".html")
 
     def _repr_html_(self) -> str:
-        return notebook.of_compiled(self)
+        return compiled_html(self)
 
     @property
     def fits(self) -> bool | None:

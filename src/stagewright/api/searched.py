@@ -34,7 +34,6 @@ from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
 from stagewright.views import search as views
 from stagewright.views.pages.search import page as html_page
-from stagewright.views.search_columns import every
 from stagewright.views.search_text import search_text
 
 
@@ -66,7 +65,7 @@ class Search(PublicResult):
             "best": lambda: views.best(self.ranking),
             "choices": lambda: views.choices(self.ranking),
             "removed": lambda: views.removed(self.enumeration.removed),
-            "candidates": lambda: every(self.ranking),
+            "candidates": lambda: views.every(self.ranking),
         }
 
     def text(self, seconds: float | None = None) -> Iterator[str | Table]:
@@ -105,7 +104,7 @@ class Search(PublicResult):
 
     def to_dict(self) -> dict[str, Any]:
         """The object of `search --json`: seconds, bytes, USD and J of a step."""
-        ranking, best = self.ranking, every(self.ranking, self.ranking.listed)
+        ranking, best = self.ranking, views.every(self.ranking, self.ranking.listed)
         return {
             "combinations": self.enumeration.combinations,
             "candidates": len(ranking),
@@ -137,7 +136,7 @@ class Search(PublicResult):
         return super().write(path)
 
     def _rows(self) -> Table:
-        return every(self.ranking)
+        return views.every(self.ranking)
 
     def _json_rows(self) -> dict[str, Any]:
         return {"rows": [*map(known, self._rows().rows)]}

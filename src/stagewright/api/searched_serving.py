@@ -58,7 +58,7 @@ from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
 from stagewright.views import search as search_views
 from stagewright.views import search_serving as views
-from stagewright.views.pages.search_serving import serving_search_page
+from stagewright.views.pages.search import serving_search_page
 from stagewright.views.search_text import serving_search_text
 
 REQUESTS_PER_USER = 12

@@ -70,6 +70,8 @@ class Serving(ServedRun, PublicResult):
     """All instances."""
     cluster: ClusterSection = field(default_factory=ClusterSection)
     """Price of a GPU-hour, by `price` or `costs`; else that of each hardware."""
+    log: str | None = None
+    """Log of measurements whose errors the page shows."""
 
     suffixes = OF_SERVING
 
@@ -165,7 +167,9 @@ class Serving(ServedRun, PublicResult):
         """The page that `write` writes as `.html`."""
         count = plural(self.summary.requests, "request", "requests")
         title = f"{self.group.instance.model.name}: {count} served"
-        return serving_page(self, self.expense(), self.slo, title, self.describe())
+        names = () if self.log is None else ("compared", "compared_rates")
+        compared = [self.table(name, log=self.log) for name in names]
+        return serving_page(self, self.expense(), self.slo, title, self.describe(), compared)
 
 
 def _values(group: InstanceGroup) -> dict[str, Any]:

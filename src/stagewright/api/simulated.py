@@ -33,8 +33,8 @@ from stagewright.time.simulate.step import simulate as simulate_step
 from stagewright.time.simulate.timeline import timeline
 from stagewright.views import step_tables
 from stagewright.views.advice import Remark, remarks
-from stagewright.views.pages import notebook
 from stagewright.views.pages.report import page as html_page
+from stagewright.views.pages.report import simulation_html
 from stagewright.views.step_text import step_text
 from stagewright.views.summary import held_in_memory
 
@@ -61,7 +61,7 @@ class Simulation(SimulatedStep, PublicResult):
     suffixes = (".json", ".html")
 
     def _repr_html_(self) -> str:
-        return notebook.of_simulation(self)
+        return simulation_html(self)
 
     @property
     def fits(self) -> bool:

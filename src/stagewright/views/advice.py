@@ -1,7 +1,7 @@
 """Advice on a run, as remarks in words: memory that does not fit, waiting, errors that are known.
 
-Each rule looks at one subject and gives remarks with their figures. The thresholds of rules are
-named constants here: a matter of taste, which changes no number.
+Each rule looks at one subject and gives remarks with their figures and remedies. The thresholds of
+rules are named constants here: a matter of taste, which changes no number.
 
 >>> from stagewright.lower.compile import compile
 >>> from stagewright.run.settings import Run
@@ -17,7 +17,7 @@ layers_per_stage moves layers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,13 +29,14 @@ from stagewright.lower.compiled_run import CompiledRun
 from stagewright.numbers import duration, plural, quantity, side_by_side, spans
 from stagewright.program.columns import Program, RankClass
 from stagewright.program.fit import NEARLY_FULL, Fit
+from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.schedule.play import bubble
 from stagewright.time.network import Machine, placements
 from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.views.deviations import known
-from stagewright.views.stages import stage_name
+from stagewright.views.tables import stage_name
 
 LEVELS = ("problem", "warning", "note")
 
@@ -52,7 +53,7 @@ MUCH_UNEVEN = 0.1
 
 
 class Remark(NamedTuple):
-    """How severe the remark is, its subject, and a sentence or two."""
+    """Severity, subject, and a sentence or two."""
 
     level: str
     about: str
@@ -62,22 +63,22 @@ class Remark(NamedTuple):
         return f"{self.level}: {self.about}: {self.text}"
 
 
-def remarks(compiled: CompiledRun, found: SimulatedStep | None = None) -> list[Remark]:
+def remarks(compiled: CompiledRun, step: SimulatedStep | None = None) -> list[Remark]:
     """Remarks on a run, and on its simulation where there is one; the most severe come first."""
     fit, device = compiled.fit, "the device"
-    if found is not None:
-        fit, device = found.fit, found.machine.hardware.name
+    if step is not None:
+        fit, device = step.fit, step.machine.hardware.name
     all_remarks = [
         *(_memory(fit, compiled, device) if fit else ()),
-        *(_crossings(compiled.program, found.machine) if found else ()),
-        *(_speed(found) if found else ()),
-        *(_exposed(found) if found else ()),
-        *_idle(compiled, found),
+        *(_crossings(compiled.program, step.machine) if step else ()),
+        *(_speed(step) if step else ()),
+        *(_exposed(step) if step else ()),
+        *_idle(compiled, step),
         *_stages(compiled),
         *_experts(compiled),
         *_layers(compiled),
-        *(Remark("note", "Precision", f"{text}.") for text in (found.notes if found else ())),
-        *(Remark("note", "Accuracy", sentence) for sentence in (known(found) if found else ())),
+        *(Remark("note", "Precision", f"{text}.") for text in (step.notes if step else ())),
+        *(Remark("note", "Accuracy", sentence) for sentence in (known(step) if step else ())),
     ]
     return sorted(all_remarks, key=lambda remark: LEVELS.index(remark.level))
 
@@ -111,12 +112,19 @@ def _how_to_serve(compiled: CompiledRun, parts: Mapping[str, int]) -> str:
     ):
         ways.append("weight_precision=fp8 or nvfp4")
     ways.append("larger tp, pp or dcp" if parts.get("kv_cache") else "larger tp or pp")
-    return f" To reduce memory: {', '.join(ways[:-1])}{' or ' if ways[:-1] else ''}{ways[-1]}."
+    return f" To reduce memory: {_listed(ways)}."
 
 
 def _in_few_bits(compiled: CompiledRun) -> bool:
     stored = weight_storage.checkpoint(compiled.run, compiled.model)
     return stored is not None and bool(stored.formats)
+
+
+def _remedy(compiled: CompiledRun, parts: Mapping[str, int]) -> str:
+    """The settings that reduce memory, as a sentence that begins with a blank."""
+    if _trains(compiled.run):
+        return _how_to_reduce(max(parts, key=lambda category: parts[category]), compiled.run)
+    return _how_to_serve(compiled, parts)
 
 
 def _memory(fit: Fit, compiled: CompiledRun, device: str) -> Iterator[Remark]:
@@ -125,9 +133,7 @@ def _memory(fit: Fit, compiled: CompiledRun, device: str) -> Iterator[Remark]:
     held, room = side_by_side(size, fit.device_memory, "B")
     if not fit.fits:
         largest = max(parts, key=lambda k: parts[k])
-        advice = _how_to_serve(compiled, parts)
-        if compiled.run.mode == "train":
-            advice = _how_to_reduce(largest, compiled.run)
+        advice = _remedy(compiled, parts)
         most = compiled.capacity
         holds = f" {room} hold {most.requests:,} such requests." if most else ""
         others = ""
@@ -149,7 +155,7 @@ def _memory(fit: Fit, compiled: CompiledRun, device: str) -> Iterator[Remark]:
         yield Remark(
             "warning",
             "Memory",
-            f"{what} {held} of {room} on ranks of {stage}; {besides}",
+            f"{what} {held} of {room} on ranks of {stage}; {besides}{_remedy(compiled, parts)}",
         )
 
 
@@ -176,20 +182,31 @@ def _crossings(program: Program, machine: Machine) -> Iterator[Remark]:
                 f"{kind}={ranks} crosses the {domain} of {near.size} GPUs: its groups lie in "
                 f"{ranks // near_ranks} of them, {near_ranks} ranks in each, so that "
                 f"its collectives pass the network, at {far.bandwidth_gb_s:.3g} GB/s for each GPU "
-                f"instead of {near.bandwidth_gb_s:.3g} GB/s.",
+                f"instead of {near.bandwidth_gb_s:.3g} GB/s. {kind} of at most {near.size} can "
+                "stay within it.",
             )
 
 
-def _speed(found: SimulatedStep) -> Iterator[Remark]:
-    run, hardware = found.compiled.run, found.machine.hardware
+_LARGER_KERNELS = " A larger micro_batch_size or lower tp makes kernels larger."
+_SPEED_REMEDIES = {
+    "waiting for the host's launches": (
+        " launch_mode=compile or cuda_graph, or a larger micro_batch_size, saves launches."
+    ),
+    "recomputation": " recompute=selective or none recomputes less, for more memory.",
+}
+"""Sentences by the largest loss; communication and the pipeline have remarks of their own."""
+
+
+def _speed(step: SimulatedStep) -> Iterator[Remark]:
+    run, hardware = step.compiled.run, step.machine.hardware
     if run.mode != "train":
         return
     product = PRECISIONS[run.precision].product
-    in_bf16 = found.mfu * peak_flops(hardware, product) / peak_flops(hardware, "bf16")
+    in_bf16 = step.mfu * peak_flops(hardware, product) / peak_flops(hardware, "bf16")
     if in_bf16 >= LOW_MFU:
         return
     of_peak = "" if product == "bf16" else f" of the peak in {product}, {in_bf16:.1%} of bf16's"
-    mean, step = found.mean, found.seconds
+    mean, seconds = step.mean, step.seconds
     parts = {f"{axis} communication": s for axis, s in mean.exposed.items()}
     parts["the pipeline's bubble and waiting"] = mean.bubble
     parts["waiting for the host's launches"] = mean.launches
@@ -197,38 +214,97 @@ def _speed(found: SimulatedStep) -> Iterator[Remark]:
     if recomputed:
         parts["recomputation"] = recomputed
     largest = max(parts, key=lambda k: parts[k])
-    kernels = sum(mean.kernels.values()) / step
-    rest = f"most of the rest is lost to {largest}: {parts[largest] / step:.1%}"
-    if parts[largest] < LITTLE * step:
-        rest = "kernels of this size do not reach the peak"
+    kernels = sum(mean.kernels.values()) / seconds
+    lost = f"most of the rest is lost to {largest}: {parts[largest] / seconds:.1%}"
+    remedy = _SPEED_REMEDIES.get(largest, "")
+    if parts[largest] < LITTLE * seconds:
+        lost, remedy = "kernels of this size do not reach the peak", _LARGER_KERNELS
     yield Remark(
         "warning",
         "Speed",
-        f"MFU is {found.mfu:.1%}{of_peak}, which is low (large dense models reach 38% to 43% in "
+        f"MFU is {step.mfu:.1%}{of_peak}, which is low (large dense models reach 38% to 43% in "
         f"bf16: Llama 3, arXiv 2407.21783, table 4). Kernels run {kernels:.1%} of the step of the "
-        f"mean GPU; {rest}.",
+        f"mean GPU; {lost}.{remedy}",
     )
 
 
-def _exposed(found: SimulatedStep) -> Iterator[Remark]:
-    for axis, seconds in found.mean.exposed.items():
-        if seconds > MUCH_EXPOSED * found.seconds:
+def _always(run: Run, execution: Execution) -> bool:
+    return True
+
+
+_REMEDIES: Sequence[tuple[str, str, Callable[[Run, Execution], bool]]] = (
+    ("tp", "lower tp", _always),
+    ("tp", "sequence_parallel", lambda run, _: not run.sequence_parallel and _trains(run)),
+    (
+        "tp", "overlap with matrix products (tp_comm_overlap)",
+        lambda run, execution: bool(run.sequence_parallel) and not execution.tp_comm_overlap,
+    ),
+    ("cp", "lower cp", _always),
+    (
+        "cp", "a ring that overlaps with attention (cp_comm_type=p2p)",
+        lambda run, _: run.cp_comm_type != "p2p",
+    ),
+    ("ep", "lower ep", _always),
+    (
+        "ep", "each token sent once to a rank (moe_flex_dispatcher)",
+        lambda _, execution: not execution.moe_flex_dispatcher,
+    ),
+    (
+        "ep", "overlap with another microbatch (overlap_moe_expert_parallel_comm)",
+        lambda run, execution: (
+            not execution.overlap_moe_expert_parallel_comm and _trains(run)
+        ),
+    ),
+    ("dp", "overlap (no dp in no_overlap)", lambda _, execution: "dp" in execution.no_overlap),
+    ("dp", "more tokens per step (global_batch_size)", lambda run, _: _trains(run)),
+    (
+        "dp", "gathering parameters in the forward pass (overlap_param_gather)",
+        lambda run, execution: (
+            run.zero in (1, 2) and _trains(run) and not execution.overlap_param_gather
+        ),
+    ),
+    ("dp", "zero=1 or 2, which gathers weights once per step", lambda run, _: run.zero == 3),
+    ("pp", "fewer stages (lower pp or vpp)", _always),
+)  # fmt: skip
+"""Changes that shorten exposed communication along an axis, and when they apply."""
+
+
+def _trains(run: Run) -> bool:
+    return run.mode == "train"
+
+
+def _listed(words: Sequence[str]) -> str:
+    """Alternatives as a phrase: `a, b or c`."""
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]])) if words else ""
+
+
+def _exposed(step: SimulatedStep) -> Iterator[Remark]:
+    run, execution = step.compiled.run, step.timeline.execution
+    for label, seconds in step.mean.exposed.items():
+        if seconds > MUCH_EXPOSED * step.seconds:
+            axes = label.rpartition(" ")[2].split("+")  # without prefill or decode before them
+            remedies = [
+                remedy
+                for axis, remedy, applies in _REMEDIES
+                if axis in axes and applies(run, execution)
+            ]
             yield Remark(
                 "warning",
                 "Communication",
-                f"communication along {axis} is exposed, not hidden by kernels, for "
-                f"{duration(seconds)} of each step ({seconds / found.seconds:.1%}).",
+                f"communication along {label} is exposed, not hidden by kernels, for "
+                f"{duration(seconds)} of each step ({seconds / step.seconds:.1%})."
+                + (f" To shorten it: {_listed(remedies)}." if remedies else ""),
             )
 
 
-def _idle(compiled: CompiledRun, found: SimulatedStep | None) -> Iterator[Remark]:
+def _idle(compiled: CompiledRun, step: SimulatedStep | None) -> Iterator[Remark]:
     run = compiled.run
     if run.pp < 2 or run.mode != "train":
         return
     idle = of_schedule = bubble(compiled.order)
     so = "by the schedule alone"
-    if found is not None:
-        idle, so = found.mean.bubble / found.seconds, "in the simulation"
+    if step is not None:
+        idle, so = step.mean.bubble / step.seconds, "in the simulation"
     if idle <= MUCH_IDLE:
         return
     if idle > 2 * of_schedule:
@@ -276,7 +352,7 @@ def _stages(compiled: CompiledRun) -> Iterator[Remark]:
 
 
 def _fewer_is_busiest(compiled: CompiledRun) -> bool:
-    """Whether a rank with fewer layers than others computes, or reads and writes, the most."""
+    """True if a rank with fewer layers than others computes, or reads and writes, the most."""
     classes = compiled.program.classes
     layers = [len(np.unique(of.tasks.layer[of.tasks.layer >= 0])) for of in classes]
     by_flops = [_work(of) for of in classes]
@@ -314,7 +390,8 @@ def _experts(compiled: CompiledRun) -> Iterator[Remark]:
             "warning",
             "Experts",
             f"loads are uneven: the busiest rank of stage {where} computes {worst - 1:.0%} more "
-            "FLOPs than the stage's mean rank, and the others wait in each all-to-all.",
+            "FLOPs than the stage's mean rank, and the others wait in each all-to-all. A router "
+            "that balances loads, or lower ep, evens them.",
         )
 
 
@@ -325,7 +402,7 @@ def _layers(compiled: CompiledRun) -> Iterator[Remark]:
     """
     counts = compiled.run.layers_per_stage
     if counts and min(counts) < max(counts) and not _fewer_is_busiest(compiled):
-        fewer = [nth for nth, count in enumerate(counts) if count < max(counts)]
+        fewer = [stage for stage, count in enumerate(counts) if count < max(counts)]
         yield Remark(
             "note",
             "Balance",

@@ -45,7 +45,7 @@ def known(step: SimulatedStep) -> Iterator[str]:
 
 
 ESTIMATED = "Constants of hardware of AMD, Google, Intel and AWS are estimates but for the peaks."
-"""Of a step on such hardware, and of serving on it."""
+"""Note on a step, or on serving, on hardware without measured constants."""
 
 
 def is_estimated(hardware: Hardware) -> bool:

@@ -19,14 +19,14 @@ KINDS = (
 
 
 def kind_of(model: Architecture) -> str:
-    """What sort of model this is: one of `KINDS`."""
+    """The sort of a model: one of `KINDS`."""
     others = {
         "images and text": model.tower,
         "vision": model.vision,
         "encoder-decoder": model.encoder_num_layers,
         "encoder": model.encoder,
     }
-    if special := next((name for name, there in others.items() if there), ""):
+    if special := next((name for name, applies in others.items() if applies), ""):
         return special
     experts = model.num_experts > 0
     if model.recurrence is None:
@@ -42,21 +42,21 @@ def listed(words: Iterable[str] = ()) -> list[str]:
     >>> listed(["qwen3", "dense"])[:2]
     ['qwen3-0.6b', 'qwen3-1.7b']
     """
-    wanted = [word.lower() for word in words]
-    if not wanted:
+    words = [word.lower() for word in words]
+    if not words:
         return [*PRESETS]
     texts = {name: f"{name} {kind_of(model)}".lower() for name, model in PRESETS.items()}
-    return [name for name, text in texts.items() if all(word in text for word in wanted)]
+    return [name for name, text in texts.items() if all(word in text for word in words)]
 
 
 def details(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Every field of some presets, with their kind and parameters (`total`, `active`), for JSON."""
-    found: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     for name in names:
         total, active = parameters(PRESETS[name])
         more = {"kind": kind_of(PRESETS[name]), "parameters": {"total": total, "active": active}}
-        found[name] = asdict(PRESETS[name]) | more
-    return found
+        entries[name] = asdict(PRESETS[name]) | more
+    return entries
 
 
 def table(names: Sequence[str]) -> Table:

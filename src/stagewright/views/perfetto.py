@@ -1,7 +1,7 @@
 """A timeline in the Trace Event Format (JSON), for https://ui.perfetto.dev and chrome://tracing.
 
-A process per lane (ranks that behave alike), a thread per stream, and one, `actions`, that shows
-what part of the schedule runs (`2F0`). Arrows lead from where a message is sent to where it is
+A process per lane (ranks with equal timing), a thread per stream, and a thread `actions` with the
+actions of the schedule (`2F0`). Arrows lead from where a message is sent to where it is
 received. Times are microseconds, in whole nanoseconds; slices of a thread never overlap.
 """
 
@@ -32,10 +32,10 @@ _ACTIONS, _KERNELS = 0, 1  # numbers of threads; streams of communication come a
 
 def write(line: Timeline, path: Path | str, title: str = "") -> None:
     """Write a timeline to a file; one that ends in `.gz` is compressed, which Perfetto reads."""
-    write_events(events(line), path, title)
+    write_events(timeline_events(line), path, title)
 
 
-def write_events(some: Iterable[str], path: Path | str, title: str) -> None:
+def write_events(events: Iterable[str], path: Path | str, title: str) -> None:
     """Write events, each as JSON, to a file; one that ends in `.gz` is compressed."""
     with ExitStack() as closed:
         raw = closed.enter_context(open(closed.enter_context(atomic(path)), "wb"))
@@ -45,21 +45,21 @@ def write_events(some: Iterable[str], path: Path | str, title: str) -> None:
         file.write('{"displayTimeUnit":"ns","otherData":' + json.dumps({"title": title}))
         file.write(',"traceEvents":[\n')
         comma = ""
-        for text in some:
+        for text in events:
             file.write(comma + text)
             comma = ",\n"
         file.write("\n]}\n")
 
 
-def events(line: Timeline) -> Iterator[str]:
+def timeline_events(line: Timeline) -> Iterator[str]:
     """Every event as JSON."""
     arrows = _arrows(line)
-    for nth, lane in enumerate(line.lanes):
-        yield from _names(line, nth, lane)
-        yield from _actions(line, nth, lane)
-        yield from _launches(line, nth, lane)
-        yield from _tasks(line, nth, lane, arrows[nth])
-        yield from _memory(line, nth, lane)
+    for pid, lane in enumerate(line.lanes):
+        yield from _names(line, pid, lane)
+        yield from _actions(line, pid, lane)
+        yield from _launches(line, pid, lane)
+        yield from _tasks(line, pid, lane, arrows[pid])
+        yield from _memory(line, pid, lane)
 
 
 def event(**fields: object) -> str:
@@ -67,15 +67,15 @@ def event(**fields: object) -> str:
     return json.dumps(fields, separators=(",", ":"))
 
 
-def _names(line: Timeline, nth: int, lane: Lane) -> Iterator[str]:
+def _names(line: Timeline, pid: int, lane: Lane) -> Iterator[str]:
     of, ranks = lane.rank_class, lane.ranks
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}.. ({len(ranks)})"
     title = f"pipeline rank {of.pipeline_rank}: {who}"
-    yield event(ph="M", pid=nth, tid=0, name="process_name", args={"name": title})
-    yield event(ph="M", pid=nth, tid=0, name="process_sort_index", args={"sort_index": nth})
+    yield event(ph="M", pid=pid, tid=0, name="process_name", args={"name": title})
+    yield event(ph="M", pid=pid, tid=0, name="process_sort_index", args={"sort_index": pid})
     for tid, name in _threads(line, lane).items():
-        yield event(ph="M", pid=nth, tid=tid, name="thread_name", args={"name": name})
-        yield event(ph="M", pid=nth, tid=tid, name="thread_sort_index", args={"sort_index": tid})
+        yield event(ph="M", pid=pid, tid=tid, name="thread_name", args={"name": name})
+        yield event(ph="M", pid=pid, tid=tid, name="thread_sort_index", args={"sort_index": tid})
 
 
 def _threads(line: Timeline, lane: Lane) -> dict[int, str]:
@@ -88,9 +88,9 @@ def _threads(line: Timeline, lane: Lane) -> dict[int, str]:
     slots = tasks.slot[lane.issue.rows]
     axes = comm_axes(line.program, tasks)
     for (kind, slot, collective), axis in zip(axes.keys, axes.axes, strict=True):
-        mine = (lane.kind == kind) & (slots == slot)
-        mine &= tasks.collective[lane.issue.rows] == collective
-        for tid in np.unique(thread[mine]):
+        on_thread = (lane.kind == kind) & (slots == slot)
+        on_thread &= tasks.collective[lane.issue.rows] == collective
+        for tid in np.unique(thread[on_thread]):
             if line.execution.streams == "one" and kind != TaskKind.RECV:
                 names[int(tid)] = "communication"
             elif kind in (TaskKind.LOAD, TaskKind.STORE):
@@ -99,13 +99,13 @@ def _threads(line: Timeline, lane: Lane) -> dict[int, str]:
                 names.setdefault(int(tid), str(axis))
             else:
                 shift = line.program.peers[slot].shift
-                what = "send to" if kind == TaskKind.SEND else "receive from"
-                names[int(tid)] = f"{axis}: {what} {shift:+d}"
+                verb = "send to" if kind == TaskKind.SEND else "receive from"
+                names[int(tid)] = f"{axis}: {verb} {shift:+d}"
     return dict(sorted(names.items()))
 
 
 def _thread(line: Timeline, lane: Lane) -> Int:
-    """The thread of each place: streams in order, then receives by peer."""
+    """The thread of each position: streams in order, then receives by peer."""
     slot = lane.rank_class.tasks.slot[lane.issue.rows].astype(np.int64)
     receives = _KERNELS + num_streams(line.program) + slot
     return np.where(lane.kind == TaskKind.RECV, receives, lane.issue.stream + _KERNELS)
@@ -116,7 +116,7 @@ def _host(line: Timeline) -> int:
     return _KERNELS + num_streams(line.program) + len(line.program.peers)
 
 
-def _launches(line: Timeline, nth: int, lane: Lane) -> Iterator[str]:
+def _launches(line: Timeline, pid: int, lane: Lane) -> Iterator[str]:
     """A slice from where the host begins to launch to where it pauses, for a result or the end."""
     if lane.last_wait is None or not len(lane.launched):
         return
@@ -125,7 +125,7 @@ def _launches(line: Timeline, nth: int, lane: Lane) -> Iterator[str]:
     for b, e in zip(begin.tolist(), end.tolist(), strict=True):
         if e > b:
             yield (
-                f'{{"ph":"X","pid":{nth},"tid":{_host(line)},"ts":{_micro(b)},'
+                f'{{"ph":"X","pid":{pid},"tid":{_host(line)},"ts":{_micro(b)},'
                 f'"dur":{_micro(e - b)},"name":"launches","cat":"host"}}'
             )
 
@@ -138,33 +138,33 @@ def _micro(ns: int) -> str:
     return f"{ns // 1000}.{ns % 1000:03d}"
 
 
-def _actions(line: Timeline, nth: int, lane: Lane) -> Iterator[str]:
-    """What kernels of one stage, direction and microbatch follow each other, as one slice."""
-    place = np.flatnonzero(lane.main)
-    if not len(place):
+def _actions(line: Timeline, pid: int, lane: Lane) -> Iterator[str]:
+    """A slice for consecutive kernels of one stage, direction and microbatch."""
+    positions = np.flatnonzero(lane.main)
+    if not len(positions):
         return
-    tasks, rows = lane.rank_class.tasks, lane.issue.rows[place]
+    tasks, rows = lane.rank_class.tasks, lane.issue.rows[positions]
     step = tasks.phase[rows] == OPTIMIZER_PHASE
     backward = tasks.phase[rows] != FORWARD_PHASE
-    what = np.stack([tasks.stage[rows], backward, tasks.microbatch[rows], step]).astype(np.int64)
-    what[:3, step] = -1
-    new = np.append(True, (np.diff(what, axis=1) != 0).any(axis=0))
+    action = np.stack([tasks.stage[rows], backward, tasks.microbatch[rows], step]).astype(np.int64)
+    action[:3, step] = -1
+    new = np.append(True, (np.diff(action, axis=1) != 0).any(axis=0))
     first = np.flatnonzero(new)
-    last = np.append(first[1:], len(place)) - 1
-    begin, end = _nanoseconds(lane.begin[place[first]]), _nanoseconds(lane.end[place[last]])
+    last = np.append(first[1:], len(positions)) - 1
+    begin, end = _nanoseconds(lane.begin[positions[first]]), _nanoseconds(lane.end[positions[last]])
     for (stage, back, microbatch, is_step), b, e in zip(
-        what[:, first].T.tolist(), begin.tolist(), end.tolist(), strict=True
+        action[:, first].T.tolist(), begin.tolist(), end.tolist(), strict=True
     ):
         if line.steady and e == b:  # of another step
             continue
         name = "step" if is_step else f"{stage}{'FB'[back]}{microbatch}"
         yield (
-            f'{{"ph":"X","pid":{nth},"tid":{_ACTIONS},"ts":{_micro(b)},"dur":{_micro(e - b)},'
+            f'{{"ph":"X","pid":{pid},"tid":{_ACTIONS},"ts":{_micro(b)},"dur":{_micro(e - b)},'
             f'"name":"{name}","cat":"action"}}'
         )
 
 
-def _tasks(line: Timeline, nth: int, lane: Lane, arrows: _Arrows) -> Iterator[str]:
+def _tasks(line: Timeline, pid: int, lane: Lane, arrows: _Arrows) -> Iterator[str]:
     """A slice per task, and the ends of arrows."""
     tasks, rows = lane.rank_class.tasks, lane.issue.rows
     head = [json.dumps(name) for name in tasks.names]
@@ -177,7 +177,7 @@ def _tasks(line: Timeline, nth: int, lane: Lane, arrows: _Arrows) -> Iterator[st
         kind, tid, begin, end, number, name, phase, microbatch, flops, size = row
         if line.steady and end == begin:  # of another step
             continue
-        where = f'"pid":{nth},"tid":{tid}'
+        where = f'"pid":{pid},"tid":{tid}'
         work = f'"flops":{flops},' if kind == TaskKind.COMPUTE else ""
         yield (
             f'{{"ph":"X",{where},"ts":{_micro(begin)},"dur":{_micro(end - begin)},'
@@ -193,21 +193,22 @@ def _tasks(line: Timeline, nth: int, lane: Lane, arrows: _Arrows) -> Iterator[st
             )
 
 
-def _memory(line: Timeline, nth: int, lane: Lane) -> Iterator[str]:
+def _memory(line: Timeline, pid: int, lane: Lane) -> Iterator[str]:
     """A counter, in bytes by category."""
     if not len(lane.rank_class.values.size):
         return
-    found = memory_timeline(line, nth).sampled(_POINTS)
-    there = [(name, size) for name, size in zip(CATEGORIES, found.size, strict=True) if size.any()]
-    for at, ns in enumerate(_nanoseconds(found.ticks).tolist()):
-        sizes = ",".join(f'"{name}":{size[at]}' for name, size in there)
-        yield f'{{"ph":"C","pid":{nth},"ts":{_micro(ns)},"name":"memory","args":{{{sizes}}}}}'
+    sampled = memory_timeline(line, pid).sampled(_POINTS)
+    by_category = zip(CATEGORIES, sampled.size, strict=True)
+    present = [(name, size) for name, size in by_category if size.any()]
+    for point, ns in enumerate(_nanoseconds(sampled.ticks).tolist()):
+        sizes = ",".join(f'"{name}":{size[point]}' for name, size in present)
+        yield f'{{"ph":"C","pid":{pid},"ts":{_micro(ns)},"name":"memory","args":{{{sizes}}}}}'
 
 
 class _Arrows(NamedTuple):
-    """By place: when slices begin and end in ns, and the numbers of messages, -1 for other tasks.
+    """By position: begin and end of slices in ns, and the number of a message, -1 for other tasks.
 
-    A receive is shown while its message is on the way, also where nothing waits for it.
+    A receive is shown while its message is on the way, even if no task waits for it.
     """
 
     begin: Int
@@ -216,21 +217,21 @@ class _Arrows(NamedTuple):
 
 
 def _arrows(line: Timeline) -> list[_Arrows]:
-    """Of every lane."""
+    """Arrows of every lane."""
     lanes, messages = line.lanes, line.endpoints.messages
-    found = [
+    arrows = [
         _Arrows(
             _nanoseconds(lane.begin), _nanoseconds(lane.end), np.full(len(lane.issue), -1, np.int64)
         )
         for lane in lanes
     ]
     number = 0
-    for nth, mine in enumerate(found):
-        received = messages[messages[:, 0] == nth]
+    for pid, receiving in enumerate(arrows):
+        received = messages[messages[:, 0] == pid]
         for sender in sorted({int(s) for s in received[:, 2]}):
             _, to, _, at = received[received[:, 2] == sender].T
-            mine.begin[to] = found[sender].begin[at]
-            mine.end[to] = found[sender].end[at]
-            mine.number[to] = found[sender].number[at] = number + np.arange(len(to))
+            receiving.begin[to] = arrows[sender].begin[at]
+            receiving.end[to] = arrows[sender].end[at]
+            receiving.number[to] = arrows[sender].number[at] = number + np.arange(len(to))
             number += len(to)
-    return found
+    return arrows

@@ -1,25 +1,28 @@
-"""A search as tables and sentences: the best, the price of other choices, certainty."""
+"""A search as tables and sentences: all candidates, the best, the price of choices, certainty."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Bool, Float
+from stagewright.arrays import Bool, Int
 from stagewright.errors import either
 from stagewright.numbers import duration, many, quantity, side_by_side
 from stagewright.program.fit import NEARLY_FULL
 from stagewright.run.sections import EXPERIMENT, SETTINGS
-from stagewright.run.sections.declare import setting_in_words
+from stagewright.run.sections.declare import setting_in_words, text_of
 from stagewright.searching import objectives
-from stagewright.searching.candidates import HARDWARE, Candidates
+from stagewright.searching.candidates import ABSENT, HARDWARE, Candidates
 from stagewright.searching.choices import choices_of
+from stagewright.searching.machines import specs_of
 from stagewright.searching.ranking import TIE, Ranking
 from stagewright.searching.space import Removed
 from stagewright.texttable import Table
+from stagewright.time.hardware import Hardware
 from stagewright.views.accuracy import expected
+from stagewright.views.tables import ShownColumn, table_of
 
 UNTIL_STOPPED = "the best of what was simulated until then"
 WHY = "why (% of the best step)"
@@ -30,48 +33,174 @@ _FEW_SYSTEMS = 8
 """Limit of hardware names in a sentence."""
 
 
+# ---- all candidates ------------------------------------------------------------------------------
+
+
+class ColumnMeaning(NamedTuple):
+    """Unit and meaning of a column of all candidates."""
+
+    unit: str
+    meaning: str
+
+
+COLUMNS: Mapping[str, ColumnMeaning] = {
+    "SETTING": ColumnMeaning("", "a setting in which candidates differ"),
+    "hardware": ColumnMeaning("", "the name of the hardware, where there are several"),
+    "hardware.FIGURE": ColumnMeaning(
+        "as its name says", "a figure of the hardware that `--vary` varies"
+    ),
+    "gpus": ColumnMeaning("", "GPUs: tp x cp x dp x pp"),
+    "global_batch_size": ColumnMeaning("sequences", "the batch of a training step"),
+    "seconds": ColumnMeaning("s", "time of a step"),
+    "tokens": ColumnMeaning("", "new tokens of a step, over all GPUs"),
+    "tokens_per_second": ColumnMeaning("1/s", "tokens over seconds, of all GPUs together"),
+    "mfu": ColumnMeaning(
+        "fraction", "model FLOPs utilization, 0 to 1, attention counted in full; training only"
+    ),
+    "mfu_causal": ColumnMeaning("fraction", "the same, attention counted without masked pairs"),
+    "tflops": ColumnMeaning("TFLOP/s", "model FLOPs per second of a GPU, as `mfu` counts them"),
+    "bubble": ColumnMeaning(
+        "s",
+        "the part of a step in which the mean GPU waits for other pipeline ranks (printed tables "
+        "show shares)",
+    ),
+    "launches": ColumnMeaning(
+        "s", "the part in which it waits for the host's launches; of simulated candidates alone"
+    ),
+    "exposed_AXIS": ColumnMeaning(
+        "s",
+        "the part of a step in which the mean GPU waits for communication along an axis, or "
+        "(`exposed_dp+tp`) along several at once; of estimates along dp, or (`exposed_layers`) "
+        "within layers",
+    ),
+    "peak": ColumnMeaning(
+        "B", "what the fullest rank holds at its peak: the sum of all `memory_...`"
+    ),
+    "memory_CATEGORY": ColumnMeaning(
+        "B", "tensors of one category at that peak; `memory_allowance` where a run has one"
+    ),
+    "device_memory": ColumnMeaning("B", "what a rank may hold"),
+    "fits": ColumnMeaning("bool", "whether peak is at most device_memory"),
+    "joules": ColumnMeaning("J", "energy of a step over all GPUs"),
+    "usd": ColumnMeaning("USD", "cost of a step over all GPUs, where a price is known"),
+    "simulated": ColumnMeaning(
+        "bool", "true: the figures are those of `simulate`; false: all of them are estimates"
+    ),
+    "estimated_seconds": ColumnMeaning(
+        "s", "the estimate of a step's time, also of simulated ones"
+    ),
+    "best": ColumnMeaning(
+        "", "the place in the table of the best, from 1; with several objectives, on their front"
+    ),
+    "lower_bound": ColumnMeaning("s", "with `--exact`: a lower bound of the time of a step"),
+}
+"""Columns of `every` by name, in their order; words in capitals stand for several."""
+
+
+def every(ranking: Ranking, indices: Int | None = None) -> Table:
+    """Table of all candidates, or of some: settings that differ, and metrics (`COLUMNS`)."""
+    rows = np.arange(len(ranking)) if indices is None else indices
+    candidates, figures = ranking.candidates.take(rows), ranking.figures.take(rows)
+    columns: dict[str, Any] = {}
+    for name, column in candidates.columns.items():
+        if len(column.values) > 1:
+            cells = [_cell(name, value) for value in column.values]
+            columns[name] = [cells[code] for code in column.codes.tolist()]
+    columns |= _varied(candidates)
+    evaluated = ~np.isnan(figures.seconds)
+
+    def numbers(values: Any, *, present: Any = None) -> list[Any]:
+        """Values, None where they are absent."""
+        mask = ~np.isnan(values) if present is None else present
+        pairs = zip(values.tolist(), mask.tolist(), strict=True)
+        return [value if is_present else None for value, is_present in pairs]
+
+    columns["gpus"] = candidates.world_size.tolist()
+    if candidates.base.run.mode == "train":
+        batch = candidates.numbers("global_batch_size")
+        columns.setdefault("global_batch_size", numbers(batch, present=batch != ABSENT))
+    place = {index: n + 1 for n, index in enumerate(ranking.listed.tolist())}
+    exposed, memory = figures.exposed.items(), figures.memory.items()
+    columns |= {
+        "seconds": numbers(figures.seconds),
+        "tokens": numbers(figures.tokens, present=evaluated),
+        "tokens_per_second": numbers(figures.tokens_per_second),
+        "mfu": numbers(figures.mfu),
+        "mfu_causal": numbers(figures.mfu_causal),
+        "tflops": numbers(figures.tflops),
+        "bubble": numbers(figures.bubble),
+        "launches": [ranking.launches.get(index) for index in rows.tolist()],
+        **{f"exposed_{axis}": numbers(column, present=evaluated) for axis, column in exposed},
+        "peak": numbers(figures.peak, present=evaluated),
+        **{f"memory_{name}": numbers(column, present=evaluated) for name, column in memory},
+        "device_memory": numbers(figures.device_memory, present=evaluated),
+        "fits": numbers(figures.fits, present=evaluated),
+        "joules": numbers(figures.joules),
+        "usd": numbers(figures.usd),
+        "simulated": figures.simulated.tolist(),
+        "estimated_seconds": numbers(ranking.estimates.seconds[rows]),
+        "best": [place.get(index) for index in rows.tolist()],
+    }
+    if ranking.bounds is not None:
+        columns["lower_bound"] = numbers(ranking.bounds[rows])
+    return Table("Candidates", columns)
+
+
+def _varied(candidates: Candidates) -> dict[str, list[float | None]]:
+    """Varied specs of the hardware, a column for each."""
+    column = candidates.columns[HARDWARE]
+    systems: tuple[Hardware, ...] = column.values
+    if len(systems) < 2:
+        return {}
+    paths = dict.fromkeys(p for system in systems for p in candidates.varied.get(system.name, ()))
+    specs = [specs_of(system) for system in systems]
+    codes: list[int] = column.codes.tolist()
+    return {f"hardware.{path}": [specs[code].get(path) for code in codes] for path in paths}
+
+
+def _cell(name: str, value: Any) -> Any:
+    if name == HARDWARE:
+        return value.name
+    return text_of(value) if EXPERIMENT[name].kind in (tuple, frozenset) else value
+
+
 # ---- the best ------------------------------------------------------------------------------------
 
 
 def best(ranking: Ranking, most: int | None = None) -> Table:
     """Table of the best candidates: settings, time, memory, and what limits them."""
     candidates, indices = ranking.candidates, ranking.listed[:most]
-    rows, figures = indices.tolist(), ranking.figures.take(indices)
+    rows, figures = indices.tolist(), every(ranking, indices).columns
     names, shares = ranking.options.objectives, [_shares(ranking, row) for row in rows]
     exposed = [
         ", ".join(f"{axis} {part:.0%}" for axis, part in share.items() if axis != "bubble")
         for share in shares
     ]
-    worlds, gpus = candidates.world_size, candidates.take(indices).world_size
-    tokens, trains = np.maximum(figures.tokens, 1), not np.isnan(figures.mfu).all()
-    tflops = [None if value is None else round(value) for value in _or_none(figures.tflops)]
-    columns: list[tuple[str, str | None, list[Any], bool]] = [
+    worlds, gpus = candidates.world_size, figures["gpus"]
+    trains = not np.isnan(ranking.figures.mfu).all()
+
+    def per(figure: str, divisors: Sequence[int], factor: float = 1.0) -> list[float | None]:
+        pairs = zip(figures[figure], divisors, strict=True)
+        return [None if value is None else value * factor / max(d, 1) for value, d in pairs]
+
+    columns: list[ShownColumn] = [
         ("#", "", [n + 1 for n in range(len(rows))], True),
         ("settings", None, [words(candidates, row) for row in rows], True),
-        ("GPUs", "count", gpus.tolist(), bool((worlds != worlds[:1]).any())),
-        ("step", "s", figures.seconds.tolist(), True),
-        ("tokens/s per GPU", "rate", (figures.tokens_per_second / gpus).tolist(), True),
-        ("MFU", "share", _or_none(figures.mfu), trains),
-        ("causal MFU", "share", _or_none(figures.mfu_causal), trains),
-        ("TFLOP/s", "count", tflops, trains),
-        ("memory", "B", figures.peak.tolist(), True),
+        ("GPUs", "count", gpus, bool((worlds != worlds[:1]).any())),
+        ("step", "s", figures["seconds"], True),
+        ("tokens/s per GPU", "rate", per("tokens_per_second", gpus), True),
+        ("MFU", "share", figures["mfu"], trains),
+        ("causal MFU", "share", figures["mfu_causal"], trains),
+        ("TFLOP/s", "count", [v if v is None else round(v) for v in figures["tflops"]], trains),
+        ("memory", "B", figures["peak"], True),
         ("bubble", "share", [share["bubble"] for share in shares], True),
         ("exposed", None, exposed, True),
         ("limited by", None, [limit(ranking, row) for row in rows], True),
-        ("USD per Mtoken", "figure", (figures.usd * 1e6 / tokens).tolist(), "cost" in names),
-        ("J per token", "figure", (figures.joules / tokens).tolist(), "energy" in names),
+        ("USD per Mtoken", "figure", per("usd", figures["tokens"], 1e6), "cost" in names),
+        ("J per token", "figure", per("joules", figures["tokens"]), "energy" in names),
     ]
-    """Name, unit, cells, and whether the column is shown."""
     title = f"Pareto front of {in_words(names)}, by {in_words(names[:1])}" if names[1:] else "Best"
-    return Table(
-        title,
-        {name: cells for name, _, cells, shown in columns if shown},
-        {name: unit for name, unit, _, shown in columns if shown and unit is not None},
-    )
-
-
-def _or_none(column: Float) -> list[float | None]:
-    return [None if np.isnan(value) else value for value in column.tolist()]
+    return table_of(title, columns)
 
 
 def words(candidates: Candidates, index: int) -> str:

@@ -1,4 +1,4 @@
-"""What a cluster that serves requests does, as tables."""
+"""Tables of requests served over time."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _TIMES = {
 }
 
 
-def latencies(of: ServingSummary) -> Table:
+def latencies(summary: ServingSummary) -> Table:
     """Times of requests, a row for each kind."""
     columns: dict[str, list[Any]] = {"time": [], "": []}
     names = ("mean", "p50", "p90", "p99")
     columns |= {name: [] for name in names}
     rows: list[tuple[str, str, Spread | None]] = [
-        (name, "in this stage", spread) for name, spread in of.stages.items()
+        (name, "in this stage", spread) for name, spread in summary.stages.items()
     ]
     for time, words in _TIMES.items():
         name = time if time in ("queue", "transfer") else time.upper()
-        rows.append((name, words, getattr(of, time)))
+        rows.append((name, words, getattr(summary, time)))
     for name, words, spread in rows:
         if spread is None or spread.mean != spread.mean:  # none: all outputs have one token
             continue
@@ -43,18 +43,18 @@ def latencies(of: ServingSummary) -> Table:
     return Table("Times of requests", columns, dict.fromkeys(names, "s"))
 
 
-def compared(of: Sequence[ComparedFigure]) -> Table:
-    """Means and percentiles of a log beside those of the same requests served here."""
+def compared(figures: Sequence[ComparedFigure]) -> Table:
+    """Means and percentiles of a log next to those of the same requests served here."""
     columns: dict[str, list[Any]] = {
-        "time": [each.name.upper() for each in of],
-        "figure": [each.figure for each in of],
+        "time": [figure.name.upper() for figure in figures],
+        "figure": [figure.figure for figure in figures],
     }
-    return Table("Compared with the log", columns | _both(of), _SECONDS, grouped="time")
+    return Table("Compared with the log", columns | _both(figures), _SECONDS, grouped="time")
 
 
-def compared_rates(of: Sequence[ComparedFigure]) -> Table:
-    """Rates of a client's result beside those of the same load served here."""
-    columns = {"rate": [each.name for each in of]} | _both(of)
+def compared_rates(figures: Sequence[ComparedFigure]) -> Table:
+    """Rates of a client's result next to those of the same load served here."""
+    columns = {"rate": [figure.name for figure in figures]} | _both(figures)
     return Table("Rates over the whole run", columns, {**_SECONDS, **_RATES})
 
 
@@ -62,37 +62,37 @@ _SECONDS = {"measured": "s", "predicted": "s", "error": "error"}
 _RATES = {"measured": "figure", "predicted": "figure"}
 
 
-def _both(of: Sequence[ComparedFigure]) -> dict[str, list[Any]]:
+def _both(figures: Sequence[ComparedFigure]) -> dict[str, list[Any]]:
     """Columns of measured and predicted figures."""
     return {
-        "measured": [each.measured for each in of],
-        "predicted": [each.predicted for each in of],
-        "error": [each.error for each in of],
+        "measured": [figure.measured for figure in figures],
+        "predicted": [figure.predicted for figure in figures],
+        "error": [figure.error for figure in figures],
     }
 
 
-def per_engine(of: ServedRun) -> Table:
+def per_engine(served: ServedRun) -> Table:
     """Requests, preemptions and use of the cache, a row for each engine."""
-    records = of.outcome.records
+    records = served.outcome.records
     engine, of_prompts = np.array(records.engine), np.array(records.engine)
-    if of.outcome.handover is not None:
-        of_prompts = np.array(of.outcome.handover.engine)
+    if served.outcome.handover is not None:
+        of_prompts = np.array(served.outcome.handover.engine)
     preempted, cached = np.array(records.preempted), np.array(records.cached)
-    prompt = np.array(of.outcome.workload.prompt)
+    prompt = np.array(served.outcome.workload.prompt)
     finish = np.array(records.finish)
     columns: dict[str, list[Any]] = {
         name: []
         for name in ("engine", "requests", "done", "preempted", "hits", "KV mean", "KV peak")
     }
-    for nth, each in enumerate(of.outcome.engines):
-        mine = (engine == nth) | (of_prompts == nth)
+    for index, each in enumerate(served.outcome.engines):
+        selected = (engine == index) | (of_prompts == index)
         share = np.array(each.samples.blocks) / each.blocks.size
         row = (
-            nth,
-            int(mine.sum()),
-            int(np.isfinite(finish[mine]).sum()),
-            int(preempted[mine].sum()),
-            float(cached[mine].sum() / max(1, prompt[mine].sum())),
+            index,
+            int(selected.sum()),
+            int(np.isfinite(finish[selected]).sum()),
+            int(preempted[selected].sum()),
+            float(cached[selected].sum() / max(1, prompt[selected].sum())),
             float(share.mean()) if len(share) else 0.0,
             float(share.max()) if len(share) else 0.0,
         )
@@ -102,27 +102,27 @@ def per_engine(of: ServedRun) -> Table:
     return Table("Engines", columns, units | {"KV mean": "share", "KV peak": "share"})
 
 
-def per_class(of: ServingSummary) -> Table:
+def per_class(summary: ServingSummary) -> Table:
     """Requests, times and goodput, a row for each class."""
-    found = of.classes.values()
+    classes = summary.classes.values()
     columns: dict[str, list[Any]] = {
-        "class": [*of.classes],
-        "requests": [each.requests for each in found],
-        "done": [each.done for each in found],
-        "keep limits": [each.good for each in found],
+        "class": [*summary.classes],
+        "requests": [of_class.requests for of_class in classes],
+        "done": [of_class.done for of_class in classes],
+        "keep limits": [of_class.good for of_class in classes],
     }
     for time in ("ttft", "tpot", "e2e"):
         for name in ("p50", "p99"):
-            spreads = [getattr(getattr(each, time), name) for each in found]
+            spreads = [getattr(getattr(of_class, time), name) for of_class in classes]
             columns[f"{time.upper()} {name}"] = [None if s != s else s for s in spreads]
     units = {"requests": "", "done": "", "keep limits": "share"}
     return Table("Classes", columns, units | dict.fromkeys([*columns][4:], "s"))
 
 
-def requests(of: ServedRun, slo: Slo) -> Table:
+def requests(served: ServedRun, slo: Slo) -> Table:
     """A row for each request that is done; seconds, tokens."""
-    times = RequestTimes.of(of.outcome)
-    work, records = of.outcome.workload, of.outcome.records
+    times = RequestTimes.of(served.outcome)
+    work, records = served.outcome.workload, served.outcome.records
     rows = times.number
 
     def chosen(column: Any) -> list[Any]:
@@ -141,7 +141,7 @@ def requests(of: ServedRun, slo: Slo) -> Table:
         "tpot": [None if t != t else t for t in times.tpot.tolist()],
         "e2e": times.e2e.tolist(),
         "good": (~times.missed(RequestLimits.of(work, slo)).any_limit).tolist(),
-        "measured": of.summary.window.measures(np.array(records.arrival)[rows]).tolist(),
+        "measured": served.summary.window.measures(np.array(records.arrival)[rows]).tolist(),
     }
     units: dict[str, str] = dict.fromkeys(("prompt", "output", "cached", "preempted"), "")
     units |= dict.fromkeys(("queue", "ttft", "tpot", "e2e"), "s")

@@ -16,36 +16,36 @@ from stagewright.serving.simulation import Outcome
 from stagewright.views.perfetto import event, write_events
 
 
-def write_serving(of: Outcome, path: Path | str, title: str = "") -> None:
+def write_serving(outcome: Outcome, path: Path | str, title: str = "") -> None:
     """Write a run to a file; one that ends in `.gz` is compressed, which Perfetto reads."""
-    write_events(serving_events(of), path, title)
+    write_events(serving_events(outcome), path, title)
 
 
-def serving_events(of: Outcome) -> Iterator[str]:
+def serving_events(outcome: Outcome) -> Iterator[str]:
     """Every event as JSON."""
-    for nth, engine in enumerate(of.engines):
-        yield event(ph="M", pid=nth, tid=0, name="process_name", args={"name": f"engine {nth}"})
-        yield event(ph="M", pid=nth, tid=0, name="process_sort_index", args={"sort_index": nth})
-        yield from _counters(nth, engine)
-    for request in range(len(of.workload)):
-        yield from _request(of, request)
+    for pid, engine in enumerate(outcome.engines):
+        yield event(ph="M", pid=pid, tid=0, name="process_name", args={"name": f"engine {pid}"})
+        yield event(ph="M", pid=pid, tid=0, name="process_sort_index", args={"sort_index": pid})
+        yield from _counters(pid, engine)
+    for request in range(len(outcome.workload)):
+        yield from _request(outcome, request)
 
 
-def _request(of: Outcome, request: int) -> Iterator[str]:
+def _request(outcome: Outcome, request: int) -> Iterator[str]:
     """The slices of a request, of which those that have not ended are left out."""
-    records, engine = of.records, of.records.engine[request]
+    records, engine = outcome.records, outcome.records.engine[request]
     arrival, scheduled = records.arrival[request], records.scheduled[request]
     first, finish = records.first[request], records.finish[request]
     whole = [("queue", arrival, scheduled), ("prompt", scheduled, first), ("decode", first, finish)]
     tokens = {
-        "prompt": of.workload.prompt[request],
-        "output": of.workload.output[request],
+        "prompt": outcome.workload.prompt[request],
+        "output": outcome.workload.output[request],
         "cached": records.cached[request],
         "preempted": records.preempted[request],
     }
     parts = [(f"request {request}", arrival, finish), *whole]
-    if of.handover is not None:
-        begins, arrives = of.handover.begins[request], of.handover.arrives[request]
+    if outcome.handover is not None:
+        begins, arrives = outcome.handover.begins[request], outcome.handover.arrives[request]
         parts.append(("transfer of the cache", begins, arrives))
     for name, begin, end in parts:
         if not (math.isfinite(begin) and math.isfinite(end)):
@@ -55,13 +55,13 @@ def _request(of: Outcome, request: int) -> Iterator[str]:
         yield event(ph="e", ts=_micro(max(begin, end)), **where)
 
 
-def _counters(nth: int, engine: Engine) -> Iterator[str]:
-    """The state of an engine at the moments at which it was noted."""
-    for at, waiting, running, blocks in zip(*engine.samples[:4], strict=True):
-        ts = _micro(at)
-        yield event(ph="C", pid=nth, ts=ts, name="running", args={"requests": running})
-        yield event(ph="C", pid=nth, ts=ts, name="waiting", args={"requests": waiting})
-        yield event(ph="C", pid=nth, ts=ts, name="KV cache", args={"blocks": blocks})
+def _counters(pid: int, engine: Engine) -> Iterator[str]:
+    """The sampled state of an engine."""
+    for seconds, waiting, running, blocks in zip(*engine.samples[:4], strict=True):
+        ts = _micro(seconds)
+        yield event(ph="C", pid=pid, ts=ts, name="running", args={"requests": running})
+        yield event(ph="C", pid=pid, ts=ts, name="waiting", args={"requests": waiting})
+        yield event(ph="C", pid=pid, ts=ts, name="KV cache", args={"blocks": blocks})
 
 
 def _micro(seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""Tables of a simulated step, for the terminal, pages and notebooks alike."""
+"""Tables of a simulated step, for the terminal, pages and notebooks."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _LAUNCHES = 0.005
 """The share of a step from which on waiting for the host has a column of its own."""
 
 
-def parts(found: SimulatedStep | TracedStep) -> Table:
+def parts(step: SimulatedStep | TracedStep) -> Table:
     """The parts of the mean GPU and of every lane, as shares of the step."""
-    mean, whole = found.mean, found.seconds
+    mean, whole = step.mean, step.seconds
     phases, axes = list(mean.kernels), list(mean.exposed)
     names = [*phases, *(f"{axis} exposed" for axis in axes), "bubble"]
-    waits_for_host = any(of.launches / whole >= _LAUNCHES for of in found.parts)
+    waits_for_host = any(of.launches / whole >= _LAUNCHES for of in step.parts)
     names += ["launches"] * waits_for_host
 
-    def shares(of: Breakdown) -> tuple[float, ...]:
-        seconds = [of.kernels.get(phase, 0.0) for phase in phases]
-        seconds += [of.exposed.get(axis, 0.0) for axis in axes]
-        seconds += [of.bubble, *[of.launches] * waits_for_host]
+    def shares(parts: Breakdown) -> tuple[float, ...]:
+        seconds = [parts.kernels.get(phase, 0.0) for phase in phases]
+        seconds += [parts.exposed.get(axis, 0.0) for axis in axes]
+        seconds += [parts.bubble, *[parts.launches] * waits_for_host]
         return tuple(s / whole for s in seconds)
 
-    rows: list[tuple[Any, ...]] = [(f"mean of {found.machine.gpus}", *shares(mean))]
-    pairs = zip(found.timeline.lanes, found.parts, strict=True)
+    rows: list[tuple[Any, ...]] = [(f"mean of {step.machine.gpus}", *shares(mean))]
+    pairs = zip(step.timeline.lanes, step.parts, strict=True)
     of_lanes = [(lane, shares(of)) for lane, of in pairs]
     by_print = itertools.groupby(of_lanes, key=lambda row: tuple(f"{s:.1%}" for s in row[1]))
     groups = [list(group) for _, group in by_print]
@@ -55,9 +55,9 @@ def lanes_in_words(lanes: Sequence[Lane]) -> str:
     return f"{count} of pipeline rank {first}" + (f" to {last}" if last > first else "")
 
 
-def transfers(found: SimulatedStep | TracedStep) -> Table:
+def transfers(step: SimulatedStep | TracedStep) -> Table:
     """Seconds that the mean GPU communicates along each axis, and the share that kernels hide."""
-    mean = found.mean
+    mean = step.mean
     rows = [
         (axis, busy, exposed, max(0.0, 1 - exposed / busy))
         for axis, busy in mean.communication.items()
@@ -68,14 +68,17 @@ def transfers(found: SimulatedStep | TracedStep) -> Table:
     return of_rows("communication of the mean GPU", names, rows, units)
 
 
-def tasks_in_time(found: SimulatedStep, lane: int) -> Table:
+def tasks_in_time(step: SimulatedStep, lane: int) -> Table:
     """The tasks of a lane with the seconds at which each begins and ends, in the order of issue."""
-    count = len(found.timeline.lanes)
+    count = len(step.timeline.lanes)
     if not 0 <= lane < count:
         raise UserError(f"there is no lane {lane}; use 0 to {count - 1}")
-    of = found.timeline.lanes[lane]
-    table = of_class(f"Tasks of {lanes_in_words([of])}", found.timeline.program, of.rank_class)
-    rows = of.issue.rows.tolist()
+    selected = step.timeline.lanes[lane]
+    title = f"Tasks of {lanes_in_words([selected])}"
+    table = of_class(title, step.timeline.program, selected.rank_class)
+    rows = selected.issue.rows.tolist()
     columns = {name: [column[row] for row in rows] for name, column in table.columns.items()}
-    times = {"begin": (of.begin * TICK).tolist(), "end": (of.end * TICK).tolist()}
-    return Table(table.title, {**columns, **times}, {**table.units, "begin": "s", "end": "s"})
+    begin, end = (selected.begin * TICK).tolist(), (selected.end * TICK).tolist()
+    return Table(
+        title, {**columns, "begin": begin, "end": end}, {**table.units, "begin": "s", "end": "s"}
+    )

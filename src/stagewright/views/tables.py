@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from stagewright.errors import UserError
+from stagewright.lower.disaggregated import SIDES, Meshes
 from stagewright.numbers import quantity, spans
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, RankClass, TaskKind
 from stagewright.texttable import Table
@@ -25,19 +26,43 @@ MOST_CLASSES = 4
 """Rank classes of a stage that tables show; of more, those with the least and the most work."""
 
 
-def select_classes(of: dict[str, Any]) -> list[tuple[str, Class]]:
+def stage_kind(program: Program, rank_class: RankClass) -> str:
+    """`stage`, or in a disaggregated step `prefill stage` or `decode stage`."""
+    mesh, first = program.mesh, int(rank_class.ranks[0])
+    if isinstance(mesh, Meshes):
+        for side, part in zip(SIDES, mesh.parts, strict=True):
+            if first < part.world_size:
+                return f"{side} stage"
+            first -= part.world_size
+    return "stage"
+
+
+def stage_name(program: Program, rank_class: RankClass) -> str:
+    """The kind of a class's stage with its number, which is its pipeline rank.
+
+    >>> import stagewright as sw
+    >>> program = sw.compile("gpt2", layers=2, mode="decode", prefill="tp=2").program
+    >>> [stage_name(program, rank_class) for rank_class in program.classes]
+    ['prefill stage 0', 'decode stage 0']
+    """
+    return f"{stage_kind(program, rank_class)} {rank_class.pipeline_rank}"
+
+
+def select_classes(summary: dict[str, Any]) -> list[tuple[str, Class]]:
     """The rank classes of a summary that tables show, each with its stage in words."""
     shown: list[tuple[str, Class]] = []
-    for stage, classes in itertools.groupby(of["rank_classes"], key=lambda each: each["stage"]):
-        mine = list(classes)
-        if len(mine) > MOST_CLASSES:
-            by_work = sorted(mine, key=lambda each: sum(each["flops"].values()))
+    for stage, classes in itertools.groupby(
+        summary["rank_classes"], key=lambda entry: entry["stage"]
+    ):
+        of_stage = list(classes)
+        if len(of_stage) > MOST_CLASSES:
+            by_work = sorted(of_stage, key=lambda entry: sum(entry["flops"].values()))
             shown += [(f"{stage} least", by_work[0]), (f"{stage} most", by_work[-1])]
         else:
-            several = len(mine) > 1
+            several = len(of_stage) > 1
             shown += [
-                (f"{stage}: {spans(each['ranks'])}" if several else str(stage), each)
-                for each in mine
+                (f"{stage}: {spans(entry['ranks'])}" if several else str(stage), entry)
+                for entry in of_stage
             ]
     return shown
 
@@ -45,30 +70,30 @@ def select_classes(of: dict[str, Any]) -> list[tuple[str, Class]]:
 def _stage_column(classes: Sequence[tuple[str, Class]]) -> list[Any]:
     """The column of stages: numbers where each stage has one class, words otherwise."""
     plain = all(name.isdecimal() for name, _ in classes)
-    return [each["stage"] if plain else name for name, each in classes]
+    return [entry["stage"] if plain else name for name, entry in classes]
 
 
-def compute(of: dict[str, Any]) -> Table:
+def compute(summary: dict[str, Any]) -> Table:
     """Layers, tasks and FLOPs of each stage."""
-    phases = PHASES if "batch" not in of else ("forward",)
-    classes = select_classes(of)
+    phases = PHASES if "batch" not in summary else ("forward",)
+    classes = select_classes(summary)
     columns: dict[str, list[Any]] = {
         "stage": _stage_column(classes),
-        "ranks": [f"{len(each['ranks'])}: {spans(each['ranks'])}" for _, each in classes],
-        "layers": [each["layers"] for _, each in classes],
-        "tasks": [each["tasks"] for _, each in classes],
-        **{phase: [each["flops"][phase] for _, each in classes] for phase in phases},
+        "ranks": [f"{len(entry['ranks'])}: {spans(entry['ranks'])}" for _, entry in classes],
+        "layers": [entry["layers"] for _, entry in classes],
+        "tasks": [entry["tasks"] for _, entry in classes],
+        **{phase: [entry["flops"][phase] for _, entry in classes] for phase in phases},
     }
     units = {"layers": "", "tasks": "", **dict.fromkeys(phases, "FLOP")}
     return Table("Compute", columns, units)
 
 
-def memory(of: dict[str, Any]) -> Table:
+def memory(summary: dict[str, Any]) -> Table:
     """Bytes by category at the peak of memory."""
-    classes = select_classes(of)
-    held = [each["memory"] for _, each in classes]
-    categories = list(dict.fromkeys(c for each in held for c, size in each.items() if size))
-    by = {c.replace("_", " "): [each.get(c, 0) for each in held] for c in categories}
+    classes = select_classes(summary)
+    held = [entry["memory"] for _, entry in classes]
+    categories = list(dict.fromkeys(c for entry in held for c, size in entry.items() if size))
+    by = {c.replace("_", " "): [entry.get(c, 0) for entry in held] for c in categories}
     columns = {"stage": _stage_column(classes), **by}
     return Table("Memory", columns, dict.fromkeys(by, "B"))
 
@@ -77,8 +102,8 @@ def tasks(program: Program, rank: int) -> Table:
     """The tasks of one rank, a row per task, in the order of issue."""
     if not 0 <= rank < program.mesh.world_size:
         raise UserError(f"there is no rank {rank}; use 0 to {program.mesh.world_size - 1}")
-    (of,) = (of for of in program.classes if rank in of.ranks)
-    return of_class(f"Tasks of rank {rank}", program, of)
+    rank_class = next(of for of in program.classes if rank in of.ranks)
+    return of_class(f"Tasks of rank {rank}", program, rank_class)
 
 
 _TASK_UNITS = {
@@ -119,15 +144,15 @@ def of_class(title: str, program: Program, of: RankClass) -> Table:
 _SHOWN = 4  # groups of values alive at the peak
 
 
-def peak(of: dict[str, Any]) -> Table:
+def peak(summary: dict[str, Any]) -> Table:
     """The task at the peak of memory and the largest values then, in words; empty for inference."""
     rows: list[tuple[str, str, str]] = []
-    for each in of["rank_classes"]:
-        if "memory_peak" in each:
-            at = each["memory_peak"]
+    for entry in summary["rank_classes"]:
+        if "memory_peak" in entry:
+            at = entry["memory_peak"]
             of_microbatch = f" of microbatch {at['microbatch']}" if at["microbatch"] >= 0 else ""
             largest = "; ".join(alive_in_words(g) for g in at["alive"][:_SHOWN])
-            rows.append((str(each["stage"]), at["task"] + of_microbatch, largest))
+            rows.append((str(entry["stage"]), at["task"] + of_microbatch, largest))
     return of_rows("At the peak", ("stage", "while", "most of it"), rows)
 
 
@@ -148,12 +173,12 @@ def alive_in_words(group: dict[str, Any]) -> str:
     )
 
 
-def communication(of: dict[str, Any], *, merged: bool = True) -> Table:
+def communication(summary: dict[str, Any], *, merged: bool = True) -> Table:
     """Collectives, messages and copies; if `merged`, stages with equal communication share rows."""
-    classes = select_classes(of)
+    classes = select_classes(summary)
     groups: list[tuple[Any, list[tuple[Any, ...]]]] = [*_group_equal(classes)]
     if not merged:
-        rows_of = [_communication_rows(each) for _, each in classes]
+        rows_of = [_communication_rows(entry) for _, entry in classes]
         groups = [*zip(_stage_column(classes), rows_of, strict=True)]
     rows = [(stage, *row) for stage, of_stage in groups for row in of_stage]
     names = ("stage", "phase", "what", "axis", "group", "count", "bytes")
@@ -161,20 +186,21 @@ def communication(of: dict[str, Any], *, merged: bool = True) -> Table:
     return of_rows("Communication", names, rows, units, grouped="stage")
 
 
-def _communication_rows(each: Class) -> list[tuple[Any, ...]]:
+def _communication_rows(entry: Class) -> list[tuple[Any, ...]]:
     rows: list[tuple[Any, ...]] = [
         (row["phase"], f"{row['kind']} {row['dtype']}", row["axis"], row["group_size"],
          row["count"], row["bytes"])
-        for row in each["collectives"]
+        for row in entry["collectives"]
     ]  # fmt: skip
     for what, key in (("send", "sends"), ("receive", "receives")):
         rows += [
-            (row["phase"], what, row["axis"], None, row["count"], row["bytes"]) for row in each[key]
+            (row["phase"], what, row["axis"], None, row["count"], row["bytes"])
+            for row in entry[key]
         ]
     for what, key in (("store", "stores"), ("load", "loads")):
         rows += [
             (row["phase"], what, "host", None, row["count"], row["bytes"])
-            for row in each.get(key, ())
+            for row in entry.get(key, ())
         ]
     return rows
 
@@ -182,9 +208,9 @@ def _communication_rows(each: Class) -> list[tuple[Any, ...]]:
 def _group_equal(classes: Sequence[tuple[str, Class]]) -> list[tuple[str, list[tuple[Any, ...]]]]:
     """The communication of each class as rows; stages with equal communication share them."""
     equal: dict[str, tuple[dict[str, int], list[tuple[Any, ...]]]] = {}
-    for stage, each in classes:
-        rows = _communication_rows(each)
-        equal.setdefault(json.dumps(rows), ({}, rows))[0].setdefault(stage, each["stage"])
+    for stage, entry in classes:
+        rows = _communication_rows(entry)
+        equal.setdefault(json.dumps(rows), ({}, rows))[0].setdefault(stage, entry["stage"])
     return [(_stages(stages), rows) for stages, rows in equal.values()]
 
 
@@ -204,3 +230,14 @@ def of_rows(
     columns = [*zip(*rows, strict=True)] or [()] * len(names)
     by = {name: list(column) for name, column in zip(names, columns, strict=True)}
     return Table(title, by, units or {}, grouped)
+
+
+ShownColumn = tuple[str, str | None, Sequence[Any], bool]
+"""Name of a column, its unit (None: text), its cells, and True if the table has it."""
+
+
+def table_of(title: str, columns: Iterable[ShownColumn]) -> Table:
+    """A table of those columns that are shown."""
+    shown = [(name, unit, cells) for name, unit, cells, is_shown in columns if is_shown]
+    units = {name: unit for name, unit, _ in shown if unit is not None}
+    return Table(title, {name: cells for name, _, cells in shown}, units)

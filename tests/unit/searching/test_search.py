@@ -32,6 +32,7 @@ from stagewright.searching.sensitivity import sensitivities
 from stagewright.searching.simulated import simulate_all
 from stagewright.time.hardware import resolve
 from stagewright.views.search import (
+    COLUMNS,
     WHY,
     best,
     certainty,
@@ -42,7 +43,6 @@ from stagewright.views.search import (
     without_objective,
     words,
 )
-from stagewright.views.search_columns import COLUMNS
 
 FIXED: dict[str, Any] = {
     "model": "gpt2", "layers": 2, "seq_length": 128, "pp": 1, "vpp": 1, "zero": 1,

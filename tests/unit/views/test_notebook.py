@@ -19,8 +19,8 @@ from stagewright.evidence.rows import Prediction
 from stagewright.evidence.statistics import table, totals
 from stagewright.program.columns import TaskKind
 from stagewright.texttable import SHOWN, Table
-from stagewright.views.pages.templates import render
-from stagewright.views.pictures import layer, schedule
+from stagewright.views.pages.html import render
+from stagewright.views.pictures import schedule
 
 pytestmark = pytest.mark.numerics  # whole pages of compiled and simulated runs take seconds
 
@@ -92,7 +92,7 @@ def test_results_print_in_a_line(compiled: sw.Compiled, found: Any):
 def test_results_show_themselves(compiled: sw.Compiled, found: Any):
     for each in (compiled, found, compiled.table("memory"), schedule.picture(compiled.order)):
         shown = each._repr_html_()
-        frame = render("page.html", title="x", data={})
+        frame = render("page.html", title="x")
         check(frame.rstrip().removesuffix("</body></html>") + shown + "</body></html>")
     assert compiled._repr_html_() == sw.compile("llama3-8b", **SMALL)._repr_html_()
     sparse = sw.simulate("mixtral-8x7b", "h100-sxm", mode="decode", ep=2, dp=2, layers=2)
@@ -100,9 +100,10 @@ def test_results_show_themselves(compiled: sw.Compiled, found: Any):
 
 
 def test_pictures_are_shown_as_pictures(compiled: sw.Compiled):
-    drawn = layer.picture(compiled.blocks["layer"], compiled.program.mesh)
+    drawn = schedule.picture(compiled.order)
     assert drawn._repr_html_() == str(drawn)
     assert drawn.startswith("<svg ")
+    assert drawn.file().startswith('<svg xmlns="http://www.w3.org/2000/svg"')
 
 
 # ---- tables --------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from stagewright.program import traffic
 from stagewright.program.columns import COLLECTIVES, Program, TaskKind
 from stagewright.schedule.actions import flat
 from stagewright.schedule.schedules import make
-from stagewright.views.pages.memory import over_time
-from stagewright.views.pictures import bars, chart, layer, matrix, memory, schedule, svg, timeline
+from stagewright.views.pages import charts
+from stagewright.views.pictures import bars, colours, memory, scales, schedule, svg, timeline
 
 SMALL: dict[str, Any] = {"model": "llama3-8b", "layers": 4, "seq_length": 64}
 RUNS: dict[str, dict[str, Any]] = {
@@ -60,7 +60,7 @@ def test_a_schedule_has_a_box_for_each_action(name: str, pp: int, microbatches: 
 @pytest.mark.numerics
 def test_a_long_schedule_says_what_it_does_not_show():
     text = schedule.picture(make("1f1b", 40, 500, 1))
-    assert "Not shown: 8 ranks in the middle; slots" in text
+    assert "Not shown: 24 ranks in the middle; slots" in text
     assert len(text) < 400_000
     root(text)
 
@@ -126,42 +126,19 @@ def test_blocks_keep_the_mesh_whole():
     assert len(edges) - 1 <= traffic.MAX_BLOCKS
 
 
-def test_a_matrix_has_a_square_for_each_pair_that_meets():
-    program = sw.compile(sw.Run(**RUNS["dense"])).program
-    found = traffic.matrix(program)
-    picture = root(matrix.picture(found, "m", "x"))
-    squares = [p.attrib["d"] for p in picture.findall("path") if p.get("fill") in matrix.COLOURS]
-    drawn = found.bytes > matrix.LEAST * found.bytes.max()
-    assert sum(d.count("M") for d in squares) == np.count_nonzero(drawn)
-    # Only the norm of the gradients is left out: four bytes, of which each rank sends a part.
-    assert found.bytes[~drawn].max() <= 8
-    data = matrix.data(found)
-    np.testing.assert_allclose(data["bytes"], found.bytes, rtol=5e-3)
-
-
-def test_colours_tell_much_from_little():
-    """tp, dp and pp of a 70B run differ by a factor of ten or more, and so in colour."""
-    found = matrix.shades([109e9, 107e9, 6.8e9, 0.537e9, 4.0])
-    assert [(each.high, each.low) for each in found] == [
-        (109e9, 107e9), (6.8e9, 6.8e9), (0.537e9, 0.537e9),
-    ]  # fmt: skip
-    levels = [each.level for each in found]
-    assert levels[0] == len(matrix.COLOURS) - 1
-    assert levels[0] - levels[1] >= 2
-    assert levels[1] - levels[2] >= 2
-    assert matrix.shades([]) == []
-    assert len(matrix.shades([1.5**n for n in range(30)])) <= len(matrix.COLOURS)
-
-
-@pytest.mark.parametrize("width", [screen.width for screen in chart.SCREENS])
-def test_the_matrix_has_the_same_ticks_on_both_sides(width: int):
-    program = sw.compile(sw.Run(**SMALL | {"tp": 8, "dp": 8})).program
-    picture = root(matrix.picture(traffic.matrix(program), "m", "x", width=width))
-    words = [t for t in picture.iter("text") if (t.text or "").isdigit()]
-    down = [t.text for t in words if t.get("text-anchor") == "end"]
-    across = [t.text for t in words if t.get("text-anchor") == "middle"]
-    assert down == across
-    assert len(down) >= 4
+def test_the_largest_exchanges_are_those_of_the_matrix():
+    compiled = sw.compile(sw.Run(**RUNS["dense"]))
+    whole = exact(compiled.program).round()
+    table = charts.largest_exchanges(compiled)
+    assert 3 < len(table) <= charts.MAX_PAIRS
+    assert table.columns["bytes"] == sorted(table.columns["bytes"], reverse=True)
+    assert table.columns["bytes"][0] == whole.max()
+    for row in table.rows:
+        sent = whole[int(row["from"]), int(row["to"])]
+        assert row["bytes"] == sent
+        assert row["equal pairs"] <= np.count_nonzero(whole == sent)
+    listed = sum(table.columns["equal pairs"])
+    assert listed == np.count_nonzero(whole >= table.columns["bytes"][-1])
 
 
 # ---- bars, areas, strips -------------------------------------------------------------------------
@@ -172,62 +149,70 @@ def test_bars_are_as_long_as_what_they_show():
         bars.StackedBar("one", {"parameters": 30, "activations": 10}),
         bars.StackedBar("two", {"other": 20}),
     ]
-    picture = root(bars.picture(some, svg.CATEGORIES, "b", "x", chart.BYTES))
+    picture = root(bars.picture(some, colours.MEMORY, "b", "x", scales.BYTES))
     wide = [float(r.attrib["width"]) for r in picture.iter("rect") if r.find("title") is not None]
     assert wide[0] == pytest.approx(3 * wide[1], rel=1e-2)
     assert wide[2] == pytest.approx(2 * wide[1], rel=1e-2)
 
 
-@pytest.mark.parametrize("width", [screen.width for screen in chart.SCREENS])
-def test_bars_say_all_values_however_narrow_they_are(width: int):
+def test_bars_say_all_values():
     parts = {"parameters": 4.54e9, "activations": 70e9, "workspace": 2e6}
     some = [bars.StackedBar("stage 0", parts)]
     limit = bars.Limit(80e9, "device memory 80 GB")
-    text = bars.picture(some, svg.CATEGORIES, "b", "x", chart.BYTES, limit, width)
+    text = bars.picture(some, colours.MEMORY, "b", "x", scales.BYTES, limit)
     words = " ".join(t.text or "" for t in root(text).iter("text"))
     for value in ("4.54 GB", "70 GB", "2 MB", "74.5 GB", "device memory 80 GB"):
         assert value in words
 
 
-def test_the_bubble_is_fainter_than_work():
+def test_bars_with_one_longest_bar_have_one_scale():
+    short, long = bars.StackedBar("a", {"x": 1.0}), bars.StackedBar("b", {"x": 4.0})
+    both = root(bars.picture([short, long], {}, "n", "x", scales.SECONDS))
+    alone = root(bars.picture([short], {}, "n", "x", scales.SECONDS, longest=4.0))
+    first = next(r.attrib["width"] for r in both.iter("rect") if r.find("title") is not None)
+    assert [r.attrib["width"] for r in alone.iter("rect") if r.find("title") is not None] == [first]
+
+
+def test_a_colour_means_one_thing():
+    """On all pages: only what is the same has the same colour."""
+    fills = {
+        **colours.WORK, **colours.ACTIONS, **colours.AXES, **colours.MEMORY,
+        **dict(enumerate(colours.FUSED_AXES)),
+    }  # fmt: skip
+    meanings: dict[str, set[str]] = {}
+    for meaning, fill in fills.items():
+        meanings.setdefault(fill.colour, set()).add(str(meaning))
+    for meaning, (colour, _) in colours.CURVES.items():
+        meanings.setdefault(colour, set()).add(meaning)
+    for meaning in ("LIMIT", "CANDIDATE", "FRONT"):
+        meanings.setdefault(getattr(colours, meaning), set()).add(meaning)
+    shared = {frozenset(names) for names in meanings.values() if len(names) > 1}
+    assert shared == {
+        frozenset({"forward", "F", "TTFT"}),
+        frozenset({"backward", "B"}),
+        frozenset({"decode", "TPOT"}),
+        frozenset({"kv_cache", "cache", "fullest cache"}),
+        frozenset({"LIMIT", "limit"}),
+    }
+
+
+def test_waiting_is_fainter_than_work():
     """On light and on dark: a tenth of the text's colour, where work has its own."""
-    assert svg.BUBBLE.colour == "currentColor"
-    assert svg.BUBBLE.opacity <= 0.15
-    assert all(fill.opacity == 1 for fill in (*svg.PHASES.values(), *svg.CATEGORIES.values()))
+    bubble = colours.WAITING["bubble"]
+    assert (bubble.colour, bubble.opacity <= 0.15) == ("currentColor", True)
+    assert all(f.opacity == 1 for f in (*colours.WORK.values(), *colours.MEMORY.values()))
 
 
 def test_memory_of_stages_has_one_scale():
     run = sw.Run(**RUNS["dense"])
-    over = over_time(sw.compile(run), None, {})
+    over = charts.memory_over_time(sw.compile(run), None, {})
     axes = [
-        [
-            t.text
-            for t in root(panel.chart.pictures[0][1]).iter("text")
-            if t.get("text-anchor") == "end"
-        ]
+        [t.text for t in root(panel.chart.picture).iter("text") if t.get("text-anchor") == "end"]
         for panel in over.panels
     ]
     assert len(axes) > 1
     sizes = [[word for word in axis if word and "peak" not in word] for axis in axes]
     assert all(each == sizes[0] for each in sizes)
-
-
-def test_the_timeline_holds_more_than_is_drawn():
-    found = sw.simulate("llama3-8b", "h100-sxm", layers=4, seq_length=512, tp=2, pp=2)
-    data = timeline.data(found.timeline)
-    for lane in data["lanes"]:
-        for text in lane["shares"]:
-            plain = re.sub(r"(.)\((\d+)\)", lambda run: run[1] * int(run[2]), text)
-            assert len(plain) == data["columns"]
-            assert set(plain) <= set(data["levels"])
-    lane, line = data["lanes"][0], found.timeline.lanes[0]
-    busy = sum(
-        data["levels"].index(c) / 63
-        for text in lane["shares"][: lane["kernels"]]
-        for c in re.sub(r"(.)\((\d+)\)", lambda run: run[1] * int(run[2]), text)
-    )
-    kernels = float((line.end - line.begin)[line.main].sum())
-    assert busy / data["columns"] == pytest.approx(kernels / found.timeline.ticks, rel=0.02)
 
 
 def test_areas_reach_as_high_as_what_is_held():
@@ -262,40 +247,19 @@ def test_a_strip_is_filled_as_much_as_time_is():
 
 @pytest.mark.parametrize(("most", "about"), [(1, 5), (81e9, 5), (3e-5, 6), (7.0, 8), (1e-12, 5)])
 def test_ticks_are_round_and_few(most: float, about: int):
-    found = chart.ticks(most, about)
+    found = scales.ticks(most, about)
     assert found[0] == 0
     assert 2 <= len(found) <= about + 1
     assert found[-1] <= most * (1 + 1e-9)
     assert len({float(f"{b - a:.9g}") for a, b in itertools.pairwise(found)}) == 1
 
 
-# ---- the layer -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["dense", "experts", "tied"])
-@pytest.mark.parametrize("phases", [("forward",), ("recompute", "backward")])
-def test_boxes_of_a_layer_do_not_meet(name: str, phases: tuple[str, ...]):
-    compiled = sw.compile(sw.Run(**RUNS[name]))
-    for label, graph in compiled.blocks.items():
-        wanted = [n for n in graph if n.phase in phases and n.op not in ("param", "state")]
-        if not wanted:
-            continue
-        picture = root(layer.picture(graph, compiled.program.mesh, "g", phases))
-        boxes = [r for r in picture.findall("rect") if r.find("title") is not None]
-        assert len(boxes) == len(wanted), label
-        spans = [[float(r.attrib[k]) for k in ("x", "y", "width", "height")] for r in boxes]
-        _, _, width, height = map(float, picture.attrib["viewBox"].split())
-        for nth, (x, y, w, h) in enumerate(spans):
-            assert 0 <= x <= x + w <= width
-            assert 0 <= y <= y + h <= height
-            for x2, y2, w2, h2 in spans[nth + 1 :]:
-                apart = x + w <= x2 or x2 + w2 <= x or y + h <= y2 or y2 + h2 <= y
-                assert apart, label
-
-
-def test_layouts_stand_at_the_edges():
-    compiled = sw.compile(sw.Run(**RUNS["dense"]))
-    text = layer.picture(compiled.blocks["layer"], compiled.program.mesh)
-    told = {t.text for t in root(text).iter("text") if t.get("class") == "layout"}
-    assert {"[B/dp, S/cp/tp, M]", "[B/dp, S/cp, M @ 1/tp]", "[B/dp, S/cp, A/tp, D]"} <= told
-    assert "all_gather over tp" in text
+def test_logarithmic_axes_have_round_ticks_inside():
+    for low, high in ((3.0, 40.0), (1.2, 1.9), (2e-3, 9e3), (5e9, 90e9)):
+        found = scales.log_ticks(low, high)
+        assert 2 <= len(found) <= 9
+        assert low <= found[0] < found[-1] <= high
+        across = scales.Across(0, 100, high, scales.BYTES, low, log=True)
+        assert across.at(low) == pytest.approx(0)
+        assert across.at(high) == pytest.approx(100)
+        assert across.at((low * high) ** 0.5) == pytest.approx(50)

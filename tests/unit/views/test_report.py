@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import html
 import re
@@ -9,6 +10,7 @@ import shlex
 import time
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -19,9 +21,9 @@ from stagewright.cli.main import main
 from stagewright.numbers import duration
 from stagewright.time.hardware import resolve
 from stagewright.views.advice import Remark, remarks
-from stagewright.views.pages.cards import cards
-from stagewright.views.pages.memory import over_time
-from stagewright.views.pages.templates import render
+from stagewright.views.pages.charts import CHARTS, memory_over_time
+from stagewright.views.pages.html import render
+from stagewright.views.pages.report import cards
 
 from .test_pictures import RUNS, SMALL
 
@@ -36,7 +38,7 @@ def test_a_page_stands_alone(name: str, hardware: str | None):
     page = check(text)
     sections = [attrs["id"] for tag, attrs in page.elements if tag == "section"]
     timed = ["time"] if hardware else []
-    rest = ["memory", "compute", "communication", "schedule", "layer", "run", "about"]
+    rest = ["memory", "compute", "communication", "schedule", "run", "about"]
     assert sections == ["remarks", *timed, *rest]
     again = sw.simulate(run, hardware) if hardware else sw.compile(run)
     assert text == sw.report(again)
@@ -75,7 +77,7 @@ def test_names_of_strangers_are_text():
     assert [tag for tag, _ in page.elements].count("script") == 2
     assert "{{ 7 * 7 }}" in sw.report(hostile)  # no template in what a template is given
     check(render("memory.html", title=HOSTILE, run=HOSTILE, data={HOSTILE: HOSTILE},
-                 shown=over_time(compiled, None, {})))  # fmt: skip
+                 shown=memory_over_time(compiled, None, {})))  # fmt: skip
 
 
 def test_both_sides_of_a_disaggregated_step_have_names():
@@ -86,6 +88,19 @@ def test_both_sides_of_a_disaggregated_step_have_names():
     assert any(each.startswith("decode stage 0") for each in words)
     assert "stages 0, 0" not in text
     assert not any(each.startswith("stage 0") for each in words)
+
+
+def test_fills_of_axes_are_the_same_in_all_charts():
+    text = sw.report(sw.simulate(sw.Run(**RUNS["across"]), "h100-sxm"))
+    fills: dict[str, set[str]] = {}
+    for fill, name in re.findall(
+        r'<rect [^>]*fill="([^"]*)" stroke[^>]*><text[^>]*>([^<]*)</text>', text.replace("/>", ">")
+    ):
+        colour = re.sub(r"url\(#[a-z]+\d*-", "#", fill).partition("-")[0].strip(")")
+        fills.setdefault(name.removesuffix(" exposed"), set()).add(colour.upper())
+    assert {"forward", "cache", "prefill tp", "kv cache"} <= set(fills)
+    assert all(len(colours) == 1 for colours in fills.values()), fills
+    assert fills["cache"] == fills["kv cache"]
 
 
 def test_inference_has_the_words_of_serving():
@@ -206,6 +221,25 @@ def test_exposed_communication_and_low_mfu_are_told():
     (remark,) = said("gpt2", "Speed", "h100-sxm", dp=8)
     simulation = sw.simulate("gpt2", "h100-sxm", dp=8)
     assert f"MFU is {simulation.mfu:.1%}" in remark.text
+
+
+def test_remarks_carry_remedies():
+    """Those that apply: what is on already is not advised."""
+    few: dict[str, Any] = {"tp": 8, "layers": 4}
+    (remark,) = said("llama3-8b", "Communication", "h100-sxm", **few)
+    assert remark.text.endswith("To shorten it: lower tp or sequence_parallel.")
+    (remark,) = said("llama3-8b", "Communication", "h100-sxm", sequence_parallel=True, **few)
+    assert "overlap with matrix products (tp_comm_overlap)" in remark.text
+    assert "lower tp" in remark.text
+    for remark in said(
+        "llama3-8b", "Communication", "h100-sxm",
+        sequence_parallel=True, tp_comm_overlap=True, **few,
+    ):  # fmt: skip
+        assert "tp_comm_overlap" not in remark.text
+    experts = {"ep": 32, "dp": 32, "layers": 5, "zero": 1, "global_batch_size": 32}
+    text = " ".join(r.text for r in said("deepseek-v3", "Communication", "h100-sxm", **experts))
+    assert "lower ep" in text
+    assert "moe_flex_dispatcher" in text
 
 
 def test_low_mfu_in_fp8_is_measured_by_the_peak_of_bf16():
@@ -370,3 +404,100 @@ def test_the_price_is_the_one_that_is_asked_for():
         for p in (2.0, 20.0)
     ]
     assert usd[1] == pytest.approx(10 * usd[0], rel=0.02)
+
+
+# ---- several runs, and single charts -------------------------------------------------------------
+
+
+@pytest.fixture
+def run_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    text = "model: llama3-8b\nlayers: 4\nseq_length: 64\nglobal_batch_size: 8\npp: 2\n"
+    Path("short.yaml").write_text(text + "hardware: h100-sxm\n")
+    Path("long.yaml").write_text(text.replace("pp: 2", "tp: 2") + "hardware: h200\n")
+    Path("untimed.yaml").write_text(text)
+    return tmp_path
+
+
+def test_runs_are_compared_on_one_page(run_files: Path):
+    names = ("short.yaml", "long.yaml", "untimed.yaml")
+    assert run("report", *names, "-o", "all.html") == 0
+    text = Path("all.html").read_text(encoding="utf-8")
+    page = check(text)
+    sections = [attrs["id"] for tag, attrs in page.elements if tag == "section"]
+    assert sections == ["settings", "figures", "time", "memory", "runs"]
+    settings = re.search(r'id="settings-title".*?</section>', text, re.DOTALL)[0]
+    assert "<td>hardware</td><td>h100-sxm</td><td>h200</td><td></td>" in settings
+    assert "<td>tp</td><td>1</td><td>2</td><td>1</td>" in settings
+    assert "seq_length" not in settings
+    steps = [
+        sw.simulate("llama3-8b", hardware, layers=4, seq_length=64, global_batch_size=8, **degree)
+        for hardware, degree in (("h100-sxm", {"pp": 2}), ("h200", {"tp": 2}))
+    ]
+    change = f"{steps[1].seconds / steps[0].seconds - 1:+.1%}"
+    assert f"{duration(steps[1].seconds)} ({change})" in text.replace("\N{NO-BREAK SPACE}", " ")
+    assert run("report", *names, "-o", "all.html", "--force") == 0
+    assert Path("all.html").read_text(encoding="utf-8") == text
+
+
+def test_timelines_of_compared_runs_have_one_scale(run_files: Path):
+    assert run("report", "short.yaml", "long.yaml", "-o", "both.html") == 0
+    pictures = re.findall(
+        r'<svg[^>]*class="timeline".*?</svg>', Path("both.html").read_text(), re.DOTALL
+    )
+    axes = [re.findall(r'text-anchor="middle">([^<]*)</text>', picture) for picture in pictures]
+    assert len(axes) == 2
+    assert axes[0] == axes[1]
+
+
+def test_equal_names_are_numbered_and_bundles_are_compared(run_files: Path):
+    bundle = ("generate", "--config", "short.yaml", "--format", "bundle", "-o", "short.bundle")
+    assert run(*bundle) == 0
+    assert run("report", "short.yaml", "short.bundle", "-o", "both.html") == 0
+    assert "2 runs compared: short 1, short 2" in Path("both.html").read_text()
+    assert run("report", "short.yaml", "gpt2", "--config", "long.yaml", "-o", "x.html") == 2
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_each_chart_is_a_file_of_its_own_with_numbers(run_files: Path, name: str):
+    assert run("report", "short.yaml", "--picture", name, "-o", "chart.svg") == 0
+    drawn = ElementTree.fromstring(Path("chart.svg").read_text(encoding="utf-8"))
+    assert drawn.tag == "{http://www.w3.org/2000/svg}svg"
+    assert run("report", "short.yaml", "--picture", name, "-o", "chart.csv") == 0
+    first, *rows = csv.reader(Path("chart.csv").read_text(encoding="utf-8").splitlines())
+    assert rows
+    assert all(len(row) == len(first) for row in rows)
+
+
+def test_numbers_of_charts_are_those_of_the_run(run_files: Path):
+    assert run("report", "short.yaml", "long.yaml", "--picture", "time", "-o", "time.csv") == 0
+    rows = list(csv.DictReader(Path("time.csv").read_text().splitlines()))
+    step = sw.simulate("llama3-8b", "h100-sxm", layers=4, seq_length=64, global_batch_size=8, pp=2)
+    assert [row["run"] for row in rows] == ["short", "long"]
+    assert sum(float(v) for k, v in rows[0].items() if k != "run") == pytest.approx(step.seconds)
+    assert run("report", "short.yaml", "long.yaml", "--picture", "memory", "-o", "memory.csv") == 0
+    rows = list(csv.DictReader(Path("memory.csv").read_text().splitlines()))
+    assert sum(int(v) for k, v in rows[0].items() if k != "run") == step.fit.peak
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--picture", "tim", "-o", "x.svg"), "--picture is 'tim', expected one of time, "),
+        (("--picture", "time", "-o", "x.html"), "x.html: a chart is written as .svg"),
+        (("-o", "x.svg"), "x.svg: is a chart or its numbers; add --picture NAME"),
+        (("long.yaml", "--picture", "flops", "-o", "x.svg"), "expected one of time, memory"),
+    ],
+)
+def test_wrong_charts_are_one_line(
+    run_files: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
+):
+    assert run("report", "short.yaml", *arguments) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.count("\n") == 1
+    assert run("report", "untimed.yaml", "--picture", "time", "-o", "x.svg") == 2
+    assert "--picture time is of a timed step; add --hardware" in capsys.readouterr().err

@@ -1,47 +1,151 @@
-"""The command that writes a page about a run."""
+"""The command that writes a page about a run, a page that compares runs, or one of their charts."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import stagewright
+import click
+
 from stagewright.cli import output, runs
 from stagewright.cli.command import Entry, command
 from stagewright.cli.commands.simulate import run_experiment
 from stagewright.cli.options import ALLOW_OOM, FORCE, experiment_options, output_file
-from stagewright.errors import UserError
+from stagewright.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
+    from stagewright.lower.compiled_run import CompiledRun
     from stagewright.run.experiment import Experiment
+    from stagewright.time.simulate.step import SimulatedStep
+    from stagewright.views.pages.html import Chart
+
+_RUN_FILES = (".yaml", ".yml")
 
 
 @command
 @experiment_options()
-@output_file("-o", "--out", required=True, help="The page, such as run.html.")
+@click.argument("others", nargs=-1, metavar="[MODEL]...")
+@output_file(
+    "-o",
+    "--out",
+    required=True,
+    help="The page, such as run.html; with --picture a picture (.svg) or its numbers (.csv).",
+)
+@click.option(
+    "--picture",
+    metavar="NAME",
+    help="Write one chart: time, timeline, memory, memory-over-step, flops, communication or "
+    "schedule; of several runs time or memory.",
+)
 @FORCE
 @ALLOW_OOM
-def report(model: str | None, config: str | None, out: str, **settings: Any) -> int:
-    """Write a page about a run: memory, communication, pipeline, graph; with --hardware, time.
+def report(
+    model: str | None,
+    others: tuple[str, ...],
+    config: str | None,
+    out: str,
+    picture: str | None,
+    **settings: Any,
+) -> int:
+    """Write a page about a run: memory, communication, pipeline; with --hardware, time.
 
     One file of HTML that needs no network. MODEL is a preset (see `stagewright models`), the path
-    of a Hugging Face config.json, an id of the hub that is in its local cache, or a bundle. The
-    exit code is 3 if the run does not fit into the memory of the hardware, or into --device-memory.
+    of a Hugging Face config.json, an id of the hub that is in its local cache, a run file (.yaml),
+    or a bundle. Several of them make a page that compares these runs; options apply to all of
+    them. The exit code is 3 if a run does not fit into the memory of the hardware, or into
+    --device-memory.
     """
+    from stagewright.files import write_text
     from stagewright.numbers import quantity
+
+    _check_output(out, picture, several=bool(others))
+    names = [model, *others] if others else [model]
+    if others and config is not None:
+        raise UserError("--config is for one run; name run files as MODEL to compare runs")
+    reported = {
+        _label(name, i, names): _run(name, config, settings) for i, name in enumerate(names)
+    }
+    if picture is None:
+        text = _page(reported)
+    else:
+        chart = _chart(picture, reported)
+        text = chart.picture.file() if out.endswith(".svg") else _numbers(chart)
+    write_text(out, text)
+    output.say(f"{out}: {quantity(len(text.encode()), 'B')}")
+    fits = [compiled.fit if step is None else step.fit for compiled, step in reported.values()]
+    unfit = [fit for fit in fits if fit is not None and not fit.fits]
+    return runs.code_of(unfit[0] if unfit else None)
+
+
+def _check_output(out: str, picture: str | None, *, several: bool) -> None:
+    """Refuse, before any work, an unknown chart, or an ending that is not of what is written."""
+    is_chart = out.endswith((".svg", ".csv"))
+    if picture is None:
+        if is_chart:
+            raise UserError(f"{out}: is a chart or its numbers; add --picture NAME, such as time")
+        return
+    from stagewright.views.pages import charts, compare
+
+    known = compare.CHARTS if several else charts.CHARTS
+    if picture not in known:
+        names, hint = ", ".join(known), did_you_mean(picture, known)
+        raise UserError(f"--picture is {picture!r}, expected one of {names}{hint}")
+    if not is_chart:
+        raise UserError(f"{out}: a chart is written as .svg, its numbers as .csv")
+
+
+def _label(name: str | None, index: int, names: list[str | None]) -> str:
+    """Name of a run on the page: its file without the ending, numbered if several are equal."""
+    stems = [Path(each or "run").stem if _is_file(each) else str(each) for each in names]
+    stem = stems[index]
+    return stem if stems.count(stem) == 1 else f"{stem} {stems[: index + 1].count(stem)}"
+
+
+def _is_file(name: str | None) -> bool:
+    return name is not None and Path(name).suffix in (*_RUN_FILES, ".json", ".bundle")
+
+
+def _run(
+    model: str | None, config: str | None, settings: dict[str, Any]
+) -> tuple[CompiledRun, SimulatedStep | None]:
+    """Compile a run, and simulate it if it names hardware."""
     from stagewright.trace.formats.archive import is_bundle
 
-    if model is not None and config is None and is_bundle(model):
+    if model is not None and config is None and (is_bundle(model) or model.endswith(_RUN_FILES)):
         model, config = None, model
     experiment = runs.load_experiment(model, config, settings)
-    if experiment.cluster.hardware is None:
-        _check_no_machine(experiment)
-        compiled = runs.compile_run(experiment.run, model, config)
-        fit, text = compiled.fit, stagewright.report(compiled, out)
-    else:
-        simulation = run_experiment(experiment, model, config)
-        fit, text = simulation.fit, stagewright.report(simulation, out)
-    output.say(f"{out}: {quantity(len(text.encode()), 'B')}")
-    return runs.code_of(fit)
+    if experiment.cluster.hardware is not None:
+        step = run_experiment(experiment, model, config)
+        return step.compiled, step
+    _check_no_machine(experiment)
+    return runs.compile_run(experiment.run, model, config), None
+
+
+def _page(reported: dict[str, tuple[CompiledRun, SimulatedStep | None]]) -> str:
+    from stagewright.views.pages.compare import compare_page
+    from stagewright.views.pages.report import page
+
+    if len(reported) > 1:
+        return compare_page(reported)
+    ((compiled, step),) = reported.values()
+    return page(compiled, step)
+
+
+def _chart(name: str, reported: dict[str, tuple[CompiledRun, SimulatedStep | None]]) -> Chart:
+    from stagewright.views.pages import charts, compare
+
+    if len(reported) > 1:
+        return compare.CHARTS[name](reported)
+    ((compiled, step),) = reported.values()
+    chart = charts.CHARTS[name](compiled, step)
+    if chart is None:
+        raise UserError(f"--picture {name}: this run has no such chart; leave --picture out")
+    return chart
+
+
+def _numbers(chart: Chart) -> str:
+    assert chart.numbers is not None, "charts by name have numbers"
+    return chart.numbers.to_csv()
 
 
 def _check_no_machine(experiment: Experiment) -> None:
@@ -62,5 +166,6 @@ ENTRY = Entry(
     (
         "stagewright report llama3.1-70b --tp 8 --pp 4 --dp 2 -o run.html",
         "stagewright report llama3-8b --dp 8 --zero 3 --hardware h100-sxm -o step.html",
+        "stagewright report gpt2 --hardware h100-sxm --picture time -o time.svg",
     ),
 )

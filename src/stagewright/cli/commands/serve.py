@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any
@@ -103,7 +104,7 @@ def serve(
         return runs.INTERRUPTED
     with replaced_together():
         for path in out:
-            result.write(path)
+            replace(result, log=compare).write(path)
         if perfetto is not None:
             result.perfetto(perfetto)
     if step_trace is None:

@@ -75,9 +75,9 @@ def show(
     compiled = runs.compile_run(experiment.run, model, config, experiment.cluster.hardware)
     if memory_plot is not None:
         from stagewright.files import write_text
-        from stagewright.views.pages import memory as plot
+        from stagewright.views.pages.report import memory_page
 
-        write_text(memory_plot, plot.page(compiled))
+        write_text(memory_plot, memory_page(compiled))
         output.say(f"{memory_plot}: memory of {len(compiled.program.classes)} classes of ranks")
     elif graph:
         output.say(compiled.graph_text())

@@ -1,44 +1,61 @@
-"""The page of a search: the best, the price of other choices, time and memory, sensitivities."""
+"""The pages of searches, for a step and for serving: the best, why, the front, the runs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
 import numpy as np
 
-from stagewright.arrays import Float, Int
-from stagewright.numbers import duration, many, quantity
+from stagewright.arrays import Int
+from stagewright.numbers import count, duration, many, quantity
 from stagewright.searching.objectives import front
 from stagewright.searching.ranking import Ranking, nothing_found
 from stagewright.searching.run_file import hardware_file, hardware_file_name, is_packaged, run_file
 from stagewright.searching.sensitivity import sensitivities
-from stagewright.searching.space import Enumeration
+from stagewright.searching.space import Enumeration, Removed
+from stagewright.serving.search.answer import ServingRanking
 from stagewright.texttable import Table
-from stagewright.version import __version__
 from stagewright.views import search as tables
-from stagewright.views.pages.cards import Card
-from stagewright.views.pages.charts import Chart, chart, front_caption
-from stagewright.views.pages.templates import render
-from stagewright.views.pictures.chart import BYTES, SECONDS
-from stagewright.views.pictures.points import Point, scatter
+from stagewright.views import search_serving
+from stagewright.views.pages.html import Card, Chart, render
+from stagewright.views.pictures.scales import BYTES, NUMBER, SECONDS
+from stagewright.views.pictures.scatter import Point, scatter
 
-MOST_POINTS = 400
-"""Candidates in the chart: all that are listed and those of the front, and others evenly."""
+MAX_POINTS = 400
+"""Candidates in the chart: all that are listed or on the front, and others evenly."""
 SLOWEST = 3.0
 """Candidates that take this many times as long as the best are beyond the edge of the chart."""
 LARGEST = 1.25
-"""The same of those that need this many times the memory of the device."""
+"""Candidates that need this many times the memory of the device are beyond the edge as well."""
+
+
+class RunFile(NamedTuple):
+    """A run of the answer with the file that repeats it."""
+
+    link: str
+    title: str
+    text: str
+    fits: bool = True
+
+
+# ---- a step --------------------------------------------------------------------------------------
 
 
 def page(enumeration: Enumeration, ranking: Ranking, notes: tuple[str, ...]) -> str:
-    """The page as HTML; the sensitivities of the best are simulated for it, if there is one."""
-    points, names, linked = _points(ranking), ranking.options.objectives, ranking.listed
+    """The page of a search; sensitivities of the best, if there is one, are simulated for it."""
+    names = ranking.options.objectives
     sentences = [f"stopped: {tables.UNTIL_STOPPED}"] if ranking.stopped else []
     best = int(ranking.best[0]) if len(ranking.best) else None
+    points, runs = _points(ranking), ranking.listed
+    on_front = _front(ranking, points)
     if best is None:
         run = str(nothing_found(ranking))
     else:
         first = f"The best {tables.in_words(names[:1])} of the front: " if names[1:] else ""
         run = f"{first}{ranking.candidates.describe(best)} on {ranking.candidates.machine(best)}"
-        linked = np.unique(np.concatenate([linked, points[_on_front(ranking, points)]]))
+        runs = np.array(list(dict.fromkeys([*runs.tolist(), *on_front.tolist()])), dtype=np.int64)
         sentences += [tables.tie(ranking), tables.headroom(ranking)]
     sentences.append(tables.expected_error(ranking))
     what = f"Pareto front of {tables.in_words(names)}" if names[1:] else "best execution"
@@ -46,22 +63,26 @@ def page(enumeration: Enumeration, ranking: Ranking, notes: tuple[str, ...]) -> 
         "search.html",
         title=f"{ranking.candidates.model.name}: {what} on {_machines(ranking)}",
         run=run,
-        cards=[] if best is None else _cards(ranking),
+        cards=[] if best is None else _cards(ranking, best),
         certainty=tables.certainty(ranking),
         notes=[*notes, *filter(None, sentences)],
         best=tables.best(ranking),
-        choices=None if best is None else tables.choices(ranking),
+        unfit=[n for n, row in enumerate(ranking.listed.tolist()) if not ranking.figures.fits[row]],
+        choices=None if best is None else replace(tables.choices(ranking), grouped="setting"),
         removed=tables.removed(enumeration.removed),
         combinations=enumeration.combinations,
-        front=_front_chart(ranking, points, {*linked.tolist()}) if len(points) else None,
+        front=_front_chart(ranking, points, {*on_front.tolist()}, {*runs.tolist()}),
         sensitivity=None if best is None else _sensitivity_table(ranking, best),
-        shown=[
-            (f"run-{row}", _words(ranking, row), run_file(ranking.candidates, row))
-            for row in linked.tolist()
+        runs=[
+            RunFile(
+                f"run-{row}",
+                _words(ranking, row),
+                run_file(ranking.candidates, row),
+                bool(ranking.figures.fits[row]),
+            )
+            for row in runs.tolist()
         ],
-        systems=_systems(ranking, linked),
-        version=__version__,
-        data={},
+        systems=_systems(ranking, runs),
     )
 
 
@@ -74,24 +95,26 @@ def _machines(ranking: Ranking) -> str:
     return f"{gpus} {names[0] if len(names) == 1 else 'GPUs'}"
 
 
-def _cards(ranking: Ranking) -> list[Card]:
+def _cards(ranking: Ranking, row: int) -> list[Card]:
     """Key figures of the best."""
-    row, figures = int(ranking.best[0]), ranking.figures
-    memory = f"of {quantity(int(figures.device_memory[row]), 'B')}"
+    figures, gpus = ranking.figures, int(ranking.candidates.world_size[row])
+    rate, tokens = float(figures.tokens_per_second[row]), int(figures.tokens[row])
+    simulated = f"of {many(len(ranking), 'candidate', 'candidates')}"
     cards = [
-        Card("Step time", duration(float(figures.seconds[row])), f"{figures.tokens[row]:,} tokens"),
-        Card("Peak memory per GPU", quantity(int(figures.peak[row]), "B"), memory),
-        Card(
-            "Simulated",
-            f"{ranking.simulated:,}",
-            f"of {many(len(ranking), 'candidate', 'candidates')}",
-        ),
+        Card("Step time", duration(float(figures.seconds[row])), f"{tokens:,} tokens"),
+        Card("Throughput", count(round(rate)), f"tokens/s; {count(round(rate / gpus))} per GPU"),
     ]
     if not np.isnan(figures.mfu[row]):
         causal = f"causal attention {figures.mfu_causal[row]:.1%}"
-        rate = f"{figures.tflops[row]:,.0f} TFLOP/s per GPU, {causal}"
-        cards.insert(1, Card("MFU", f"{figures.mfu[row]:.1%}", rate))
-    return cards
+        tflops = f"{figures.tflops[row]:,.0f} TFLOP/s per GPU"
+        cards.append(Card("MFU", f"{figures.mfu[row]:.1%}", f"{causal}; {tflops}"))
+    device, fits = quantity(int(figures.device_memory[row]), "B"), bool(figures.fits[row])
+    peak, state = quantity(int(figures.peak[row]), "B"), "" if fits else "problem"
+    cards.append(Card("Peak memory per GPU", peak, f"of {device}", state))
+    if not np.isnan(figures.usd[row]):
+        usd = float(figures.usd[row]) * 1e6 / max(tokens, 1)
+        cards.append(Card("Cost", f"{usd:.3g} USD", "per million tokens"))
+    return [*cards, Card("Simulated", f"{ranking.simulated:,}", simulated)]
 
 
 def _sensitivity_table(ranking: Ranking, row: int) -> Table:
@@ -110,26 +133,26 @@ def _sensitivity_table(ranking: Ranking, row: int) -> Table:
 def _points(ranking: Ranking) -> Int:
     """The candidates of the chart, ascending: those that are not far from the best."""
     figures = ranking.figures
-    known = ~np.isnan(figures.seconds)
+    near = ~np.isnan(figures.seconds)
     if len(ranking.best):
         per_token = figures.seconds / np.maximum(figures.tokens, 1)
-        known &= per_token <= SLOWEST * per_token[ranking.best[0]]
-        known &= figures.peak <= LARGEST * figures.device_memory
-    rows = np.flatnonzero(known)
-    kept = {*ranking.listed.tolist(), *rows[_on_front(ranking, rows)].tolist()}
-    others = rows[np.linspace(0, len(rows) - 1, min(MOST_POINTS, len(rows))).astype(int)]
-    return np.array(sorted(kept | {*others.tolist()}), dtype=np.int64)
+        near &= per_token <= SLOWEST * per_token[ranking.best[0]]
+        near &= figures.peak <= LARGEST * figures.device_memory
+    rows = np.flatnonzero(near)
+    chosen = {*ranking.listed.tolist(), *_front(ranking, rows).tolist()}
+    others = rows[np.linspace(0, len(rows) - 1, min(MAX_POINTS, len(rows))).astype(int)]
+    return np.array(sorted(chosen | {*others.tolist()}), dtype=np.int64)
 
 
-def _values(ranking: Ranking, rows: Int) -> Float:
-    """Seconds and peak memory of some candidates: [candidates, 2]."""
+def _front(ranking: Ranking, rows: Int) -> Int:
+    """Candidates that no other one that fits beats in both time and memory, the fastest first."""
     figures = ranking.figures
-    return np.stack([figures.seconds[rows], figures.peak[rows].astype(np.float64)], axis=1)
-
-
-def _on_front(ranking: Ranking, rows: Int) -> Int:
-    """Positions of candidates that no other beats in both time and memory."""
-    return np.flatnonzero(front(_values(ranking, rows))) if len(rows) else rows
+    rows = rows[ranking.fits[rows]]
+    if not len(rows):
+        return rows
+    values = np.stack([figures.seconds[rows], figures.peak[rows].astype(np.float64)], axis=1)
+    rows = rows[front(values)]
+    return rows[np.argsort(figures.seconds[rows], kind="stable")]
 
 
 def _words(ranking: Ranking, row: int) -> str:
@@ -141,35 +164,129 @@ def _words(ranking: Ranking, row: int) -> str:
 
 def _systems(ranking: Ranking, rows: Int) -> dict[str, str]:
     """Hardware files that run files refer to, by name."""
-    candidates, files = ranking.candidates, dict[str, str]()
+    candidates, texts = ranking.candidates, dict[str, str]()
     for index in rows.tolist():
         hardware = candidates.hardware(index)
         name = hardware_file_name(hardware)
-        if name not in files and not is_packaged(hardware):
-            files[name] = hardware_file(candidates, index)
-    return files
+        if name not in texts and not is_packaged(hardware):
+            texts[name] = hardware_file(candidates, index)
+    return texts
 
 
-def _front_chart(ranking: Ranking, rows: Int, linked: set[int]) -> Chart:
+def _front_chart(ranking: Ranking, rows: Int, on_front: set[int], linked: set[int]) -> Chart | None:
     """Time and memory of candidates; a click leads to the run files of those that have one."""
+    if not len(rows):
+        return None
     figures = ranking.figures
-    marked = {*_on_front(ranking, rows).tolist()}
+    best = int(ranking.best[0]) if len(ranking.best) else -1
     points = [
-        Point((peak, seconds), _words(ranking, row), f"run-{row}" * (row in linked), n in marked)
-        for n, ((seconds, peak), row) in enumerate(
-            zip(_values(ranking, rows).tolist(), rows.tolist(), strict=True)
+        Point(
+            (float(figures.peak[row]), float(figures.seconds[row])),
+            _words(ranking, row),
+            f"run-{row}" * (row in linked),
+            row in on_front,
+            bool(figures.fits[row]),
+            row == best,
         )
+        for row in rows.tolist()
     ]
     limits = sorted({int(size) for size in figures.device_memory[rows].tolist() if size})[:4]
     caption = front_caption("candidate near the best", "both time and memory", "run")
     if limits:
         lines = "line is" if len(limits) == 1 else "lines are"
         caption += f" The dashed {lines} the memory of a device."
-    return chart(
-        lambda name, width: scatter(
-            points, "Step time and memory", ("memory of the fullest rank", BYTES),
-            ("step", SECONDS), width, limits,
-        ),
-        "front",
-        caption,
-    )  # fmt: skip
+    across, up = ("memory of the fullest rank", BYTES), ("step", SECONDS)
+    return Chart(scatter(points, "Step time and memory", across, up, limits), caption)
+
+
+def front_caption(points: str, beaten_in: str, leads_to: str) -> str:
+    """The caption of a chart of a search's front: what a point is, and what puts it on the front.
+
+    >>> front_caption("candidate", "both time and memory", "run")
+    'A point for each candidate, on logarithmic axes; no other beats those on the front in both \
+time and memory. A click leads to the run.'
+    """
+    return (
+        f"A point for each {points}, on logarithmic axes; no other beats those on the front in "
+        f"{beaten_in}. A click leads to the {leads_to}."
+    )
+
+
+# ---- serving -------------------------------------------------------------------------------------
+
+
+def serving_search_page(of: ServingRanking, removed: Sequence[Removed], load: str) -> str:
+    """The page of a search for serving; `load` is what was served, in words."""
+    layouts = dict.fromkeys(of.choices[number].layout for number in of.best)
+    notes = [f"stopped: {search_serving.UNTIL_STOPPED}"] if of.stopped else []
+    return render(
+        "search.html",
+        title=f"{of.rows.model.name}: GPUs for a load",
+        run=search_serving.answer(of),
+        cards=_serving_cards(of),
+        certainty=load,
+        notes=[*notes, *search_serving.remarks(of)],
+        best=search_serving.tables_of_best(of),
+        unfit=[],
+        choices=None,
+        removed=tables.removed(removed),
+        combinations=None,
+        front=_serving_front(of),
+        every=search_serving.every_choice(of),
+        unmet=[n for n, choice in enumerate(of.choices) if not choice.simulated.meets],
+        sensitivity=None,
+        runs=[
+            RunFile(f"layout-{row}", tables.words(of.rows, row), run_file(of.rows, row))
+            for row in layouts
+        ],
+        systems={},
+    )
+
+
+def _serving_cards(of: ServingRanking) -> list[Card]:
+    """Key figures of the winner, with its limits in numbers."""
+    if not of.best:
+        return []
+    choice, slo = of.choices[of.best[0]], of.target.slo
+    load = of.confirmed.get(of.best[0], choice.simulated)
+    cards = [
+        Card("GPUs", f"{load.gpus:,}", search_serving.deployment_words(of, choice)),
+        Card("Keep limits", f"{load.good:.1%}", f"of requests; {of.target.share:.0%} must"),
+    ]
+    for name, spread, limit in (
+        ("TTFT", load.summary.ttft, slo.ttft),
+        ("TPOT", load.summary.tpot, slo.tpot),
+        ("E2E", load.summary.e2e, slo.e2e),
+    ):
+        if limit is not None:
+            more = f"median; {duration(spread.p99)} at p99; limit {duration(limit)}"
+            cards.append(Card(name, duration(spread.p50), more))
+    cards.append(
+        Card("Throughput", f"{load.output_rate:,.4g}", f"tokens/s; {load.per_gpu:,.4g} per GPU")
+    )
+    if choice.usd_per_hour > 0:
+        per_token = f"{choice.usd_per_million:.3g} USD per million output tokens"
+        cards.append(Card("Cost", f"{choice.usd_per_hour:,.4g} USD/h", per_token))
+    return cards
+
+
+def _serving_front(of: ServingRanking) -> Chart | None:
+    points = [
+        Point(
+            (choice.simulated.user_rate, choice.simulated.per_gpu),
+            f"{search_serving.deployment_words(of, choice)}, {choice.simulated.gpus} GPUs: "
+            f"{choice.simulated.per_gpu:,.4g} tokens/s per GPU, "
+            f"{choice.simulated.user_rate:,.4g} per user, "
+            f"TTFT p50 {duration(choice.simulated.summary.ttft.p50)}",
+            f"layout-{choice.layout}" * (index in of.best),
+            index in of.best,
+            best=index == of.best[0],
+        )
+        for index, choice in enumerate(of.choices)
+        if choice.simulated.meets and choice.simulated.user_rate > 0
+    ]
+    if not points:
+        return None
+    caption = front_caption("choice that keeps the limits", "both", "layout")
+    across, up = ("tokens/s per user", NUMBER), ("tokens/s per GPU", NUMBER)
+    return Chart(scatter(points, "Output tokens per second", across, up), caption)

@@ -1,10 +1,10 @@
-"""What a page says of the run's settings, and the command that repeats the page."""
+"""Settings of a run on its page, and the command that writes the page again."""
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
 from typing import Any, NamedTuple, cast
 
 import yaml
@@ -25,30 +25,26 @@ PAGE = "run.html"
 
 
 class Repeat(NamedTuple):
-    """What was asked for, as a template takes it."""
+    """The command and the settings, as a template takes them."""
 
     command: str
-    """The command line that makes the page, after a run file where no option says a setting."""
+    """The command that writes the page; a run file comes first if no option says a setting."""
     changed: Table
     """Settings that differ from their defaults."""
     every: Table
     model: Table
 
 
-def asked(compiled: CompiledRun, simulation: SimulatedStep | None = None) -> Repeat:
+def asked(compiled: CompiledRun, step: SimulatedStep | None = None) -> Repeat:
     """The command, the settings, and the fields of the model."""
     run, model = compiled.run, compiled.model
-    machine = ClusterSection() if simulation is None else simulation.cluster or ClusterSection()
-    execution = Execution() if simulation is None else simulation.timeline.execution
-    values = Experiment(run, machine, execution).values()
-    if simulation is None:
-        values = {name: value for name, value in values.items() if name in SETTINGS}
-    unresolved = Experiment(run.unresolved(model), machine, execution).values()
-    given = {"model": run.model} | {
-        name: _value(value) for name, value in values.items() if value is not None
-    }
+    experiment = _experiment(run, step)
+    unresolved = replace(experiment, run=run.unresolved(model)).values()
+    given = settings_of(compiled, step)
     chosen = {"model"} | {
-        name for name in values if unresolved[name] != EXPERIMENT[name].default_of(run.framework)
+        name
+        for name in given.keys() & unresolved.keys()
+        if unresolved[name] != EXPERIMENT[name].default_of(run.framework)
     }
     changed = {name: value for name, value in given.items() if name in chosen}
     every = {
@@ -56,22 +52,49 @@ def asked(compiled: CompiledRun, simulation: SimulatedStep | None = None) -> Rep
         "value": list(given.values()),
         "": ["set" if name in chosen else "default" for name in given],
     }
-    fields = {
-        f.name: getattr(model, f.name)
-        for f in dataclasses.fields(model)
-        if f.name not in ("name", "modules") and getattr(model, f.name) not in (None, (), "", 0)
+    values = {field.name: getattr(model, field.name) for field in fields(model)}
+    of_model = {
+        name: _value(value)
+        for name, value in values.items()
+        if name not in ("name", "modules") and value not in (None, (), "", 0)
     }
-    of_model = {"field": list(fields), "value": [_value(value) for value in fields.values()]}
     return Repeat(
-        command(run, machine, execution),
-        Table("Settings that are not defaults", _columns(changed)),
+        command(run, experiment.cluster, experiment.execution),
+        Table("Settings that are not defaults", _columns("setting", changed)),
         Table("All settings", every),
-        Table(f"Model {model.name}", of_model),
+        Table(f"Model {model.name}", _columns("field", of_model)),
     )
 
 
-def _columns(settings: Mapping[str, str]) -> dict[str, list[str]]:
-    return {"setting": [*settings], "value": [*settings.values()]}
+def _experiment(run: Run, step: SimulatedStep | None) -> Experiment:
+    if step is None:
+        return Experiment(run, ClusterSection(), Execution())
+    return Experiment(run, step.cluster or ClusterSection(), step.timeline.execution)
+
+
+def settings_of(compiled: CompiledRun, step: SimulatedStep | None) -> dict[str, str]:
+    """All settings of a run in words; of its machine and execution if it was simulated."""
+    values = _experiment(compiled.run, step).values()
+    return {"model": compiled.run.model} | {
+        name: _value(value)
+        for name, value in values.items()
+        if value is not None and (step is not None or name in SETTINGS)
+    }
+
+
+def differing_settings(
+    runs: Mapping[str, tuple[CompiledRun, SimulatedStep | None]],
+) -> Table:
+    """Settings in which runs differ, a column for each run."""
+    values = {name: settings_of(*run) for name, run in runs.items()}
+    names = dict.fromkeys(name for of_run in values.values() for name in of_run)
+    differ = [name for name in names if len({of.get(name) for of in values.values()}) > 1]
+    columns = {run: [of.get(name, "") for name in differ] for run, of in values.items()}
+    return Table("Settings that differ", {"setting": differ, **columns})
+
+
+def _columns(name: str, values: Mapping[str, str]) -> dict[str, list[str]]:
+    return {name: [*values], "value": [*values.values()]}
 
 
 def _value(value: Any) -> str:
@@ -86,31 +109,32 @@ def command(
 ) -> str:
     """The command that writes the page of this run, on a machine if one is named.
 
-    Settings that no option says, such as rows of requests, stand in a run file that is written
-    before, and so do names that no terminal should be given.
+    If no option has the value of a setting, such as rows of requests, or a name has control
+    characters, the command writes a run file first.
 
     >>> command(Run(model="gpt2", dp=2, sequence_parallel=True, layers_per_stage=(3, 4)))
     'stagewright report gpt2 --dp 2 --sequence-parallel --layers-per-stage 3,4 -o run.html'
     >>> command(Run(model="gpt2"), ClusterSection(hardware="b200"), Execution(prefetch=2))
     'stagewright report gpt2 --hardware b200 --prefetch 2 -o run.html'
     """
-    values = _asked(run, cluster, execution)
+    values = _changed_settings(run, cluster, execution)
     options = {name: option_words(EXPERIMENT[name], value) for name, value in values.items()}
     words = ["stagewright", "report", run.model]
     for option in options.values():
         words += option or []
     line = shlex.join([*words, "-o", PAGE])
     # A terminal should be given no control characters; YAML escapes them.
-    said = None not in options.values() and line.isprintable()
-    return line if said else _with_run_file(run, values)
+    is_line = None not in options.values() and line.isprintable()
+    return line if is_line else _with_run_file(run, values)
 
 
-def _asked(run: Run, cluster: ClusterSection | None, execution: Execution | None) -> dict[str, Any]:
-    """The settings that are not their default, by name; the machine's if hardware is named."""
-    machine, how = cluster or ClusterSection(), execution or Execution()
-    if machine.hardware is None:
-        machine, how = ClusterSection(), Execution()
-    values = Experiment(run.unresolved(), machine, how).values()
+def _changed_settings(
+    run: Run, cluster: ClusterSection | None, execution: Execution | None
+) -> dict[str, Any]:
+    """Settings that are not their default, by name; those of the machine if hardware is named."""
+    if cluster is None or cluster.hardware is None:
+        cluster, execution = ClusterSection(), None
+    values = Experiment(run.unresolved(), cluster, execution or Execution()).values()
     defaults = {of.name: of.default_of(run.framework) for of in EXPERIMENT.values()}
     return {n: v for n, v in values.items() if v != defaults[n]}
 
@@ -125,7 +149,7 @@ def _with_run_file(run: Run, values: Mapping[str, Any]) -> str:
 def _plain(value: Any) -> Any:
     """A value as a run file has it."""
     if isinstance(value, Group):
-        return {k: v for k, v in dataclasses.asdict(value).items() if v is not None}
+        return {k: v for k, v in asdict(value).items() if v is not None}
     if isinstance(value, frozenset):
         return sorted(cast("frozenset[str]", value))
     if isinstance(value, tuple):
@@ -136,7 +160,7 @@ def _plain(value: Any) -> Any:
 
 
 def option_words(setting: Setting, value: object) -> list[str] | None:
-    """A setting as words of a command line; None where no option says this value.
+    """A setting as words of a command line; None if no option has this value.
 
     >>> option_words(EXPERIMENT["fuse"], False), option_words(EXPERIMENT["stragglers"], {5: 1.2})
     (['--no-fuse'], ['--straggler', '5=1.2'])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,18 +15,12 @@ from stagewright.program.columns import CATEGORIES, PHASES, RankClass
 from stagewright.time.simulate.memory import MemoryTimeline
 from stagewright.time.simulate.timeline import TICK
 from stagewright.views.pictures import svg
-from stagewright.views.pictures.chart import (
-    BYTES,
-    SECONDS,
-    Across,
-    Measure,
-    round_in_words,
-    ticks,
-)
+from stagewright.views.pictures.colours import LIMIT, MEMORY
+from stagewright.views.pictures.scales import BYTES, SECONDS, Across, Frame, Measure
 
 TASKS = Measure("tasks", "{:g}".format)
-"""Of a scale over the rows of a program."""
-HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 260, 64, 12, 22, 42
+"""Measure of a scale over the rows of a program."""
+HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 250, 62, 12, 24, 42
 
 
 class Levels(NamedTuple):
@@ -47,17 +42,17 @@ class Levels(NamedTuple):
         return int(np.argmax(self.total))
 
 
-def over_rows(of: RankClass, points: int) -> Levels:
+def over_rows(rank_class: RankClass, points: int) -> Levels:
     """Memory of a rank class while its tasks run, in the order of issue."""
-    tasks = of.tasks
-    rows, held = memory.samples(of, points)
+    tasks = rank_class.tasks
+    rows, sizes = memory.samples(rank_class, points)
     edges = [len(tasks) * i / len(rows) for i in range(len(rows) + 1)]
     events = [
         f"{tasks.names[tasks.name[r]]} ({PHASES[tasks.phase[r]]}"
         + (f", microbatch {tasks.microbatch[r]})" if tasks.microbatch[r] >= 0 else ")")
         for r in rows.tolist()
     ]
-    return Levels(edges, _by_category(held), events, "tasks in the order of issue")
+    return Levels(edges, _by_category(sizes), events, "tasks in the order of issue")
 
 
 def over_seconds(timeline: MemoryTimeline, end: float, points: int) -> Levels:
@@ -68,12 +63,12 @@ def over_seconds(timeline: MemoryTimeline, end: float, points: int) -> Levels:
     return Levels([0.0, *starts[1:], end], _by_category(sampled.size), events, "seconds")
 
 
-def _by_category(held: Int) -> dict[str, list[int]]:
-    return {n: by.tolist() for n, by in zip(CATEGORIES, held, strict=True) if by.any()}
+def _by_category(sizes: Int) -> dict[str, list[int]]:
+    return {n: by.tolist() for n, by in zip(CATEGORIES, sizes, strict=True) if by.any()}
 
 
 class Scale(NamedTuple):
-    """What all pictures of a page have in common, so that they compare."""
+    """The common scale of all pictures of a page."""
 
     most: int = 0  # bytes that the axis reaches at least
     capacity: int | None = None  # bytes of a device, drawn as a line
@@ -86,31 +81,30 @@ class Scale(NamedTuple):
         return top
 
 
-def picture(
-    levels: Levels, name: str, label: str, scale: Scale | None = None, width: int = svg.WIDTH
-) -> svg.Picture:
-    """The areas over tasks or time; `data(levels, name)` is what the script reads of them."""
+def picture(levels: Levels, name: str, label: str, scale: Scale | None = None) -> svg.Picture:
+    """The areas over tasks or time; `data(levels)` is what the script reads of them."""
     scale = scale or Scale()
     top = scale.top(levels)
-    bottom = HEIGHT - BOTTOM
-    across = _across(levels, width)
-    per_byte = (bottom - TOP) / top
-    x = [across.at(edge) for edge in levels.edges]
-    fills = svg.Fills(f"{name}-{width}", {n: svg.CATEGORIES[n] for n in levels.by})
-    parts = [fills.defs(), *_grid(top, per_byte, bottom, across.right)]
+    measure = SECONDS if levels.unit == "seconds" else TASKS
+    across = Across(LEFT, svg.WIDTH - RIGHT, levels.edges[-1] or 1, measure)
+    frame = Frame(across, Across(HEIGHT - BOTTOM, TOP, top, BYTES))
+    fills = svg.Fills(name, {n: MEMORY[n] for n in levels.by})
+    parts = [fills.defs(), *frame.axes(levels.unit if measure is TASKS else "time", "")]
     # From the top of the pile down: each area hides what is behind it.
     above = np.cumsum([*levels.by.values()], axis=0)
     for n, heights in reversed([*zip(levels.by, above.tolist(), strict=True)]):
         title = f"{n}, at the most {quantity(max(levels.by[n]), 'B')}".replace("_", " ")
-        parts.append(_area(x, heights, per_byte, bottom, fills[n], title))
+        parts.append(_area(frame, levels.edges, heights, fills[n], title))
     if scale.capacity is not None and scale.capacity <= top:
-        y = bottom - scale.capacity * per_byte
-        parts += _line_of_device(scale.capacity, y, across, levels.peak * 2 < len(levels.events))
-    parts += _peak(levels, x, across)
-    parts += _below(levels, bottom, across)
-    place = f"{svg.number(across.left)} {svg.number(across.right)} {TOP} {bottom}"
-    more = f'tabindex="0" data-held="{name}" data-field="{place}" class="held"'
-    return svg.figure(HEIGHT, label, parts, more, width=width)
+        parts += _device_line(frame, scale.capacity, levels.peak * 2 < len(levels.events))
+    parts += [*_peak(levels, frame), _CURSOR]
+    field = f"{svg.number(across.left)} {svg.number(across.right)} {TOP} {HEIGHT - BOTTOM}"
+    more = f'tabindex="0" data-held="{name}" data-field="{field}" class="held"'
+    return svg.figure(HEIGHT, label, parts, more)
+
+
+_CURSOR = '<path class="cursor" d="" fill="none" stroke="currentColor"/>'
+"""A line that the script moves."""
 
 
 def data(levels: Levels) -> dict[str, Any]:
@@ -124,75 +118,58 @@ def data(levels: Levels) -> dict[str, Any]:
     }
 
 
-def legend(levels: Sequence[Levels], name: str, width: int = svg.WIDTH) -> svg.Picture:
+def picture_with_legend(levels: Levels, name: str, label: str, scale: Scale) -> svg.Picture:
+    """The areas below their legend, as a picture that stands alone."""
+    used = [n for n in CATEGORIES if n in levels.by]
+    heading, end = svg.Fills(name, {n: MEMORY[n] for n in used}).heading(used)
+    areas = re.sub(r"^<svg[^>]*>|</svg>$", "", picture(levels, name, label, scale))
+    below = f'<g transform="translate(0 {svg.number(end)})">{areas}</g>'
+    return svg.figure(end + HEIGHT, label, [heading, below])
+
+
+def legend(levels: Sequence[Levels], name: str) -> svg.Picture:
     """The legend of several pictures."""
     used = [n for n in CATEGORIES if any(n in shown.by for shown in levels)]
-    fills = svg.Fills(name, {n: svg.CATEGORIES[n] for n in used})
-    heading, end = fills.heading(used, width)
-    label = "Colours: " + ", ".join(used).replace("_", " ")
-    return svg.figure(end, label, [heading], width=width)
-
-
-def _across(levels: Levels, width: int) -> Across:
-    measure = SECONDS if levels.unit == "seconds" else TASKS
-    return Across(LEFT, width - RIGHT, levels.edges[-1] or 1, measure)
+    heading, end = svg.Fills(name, {n: MEMORY[n] for n in used}).heading(used)
+    return svg.figure(end, "Colours: " + ", ".join(used).replace("_", " "), [heading])
 
 
 def _area(
-    x: Sequence[float], heights: Sequence[int], scale: float, bottom: float, fill: str, name: str
+    frame: Frame, edges: Sequence[float], heights: Sequence[int], fill: str, name: str
 ) -> str:
     """Level while a point lasts; corners that add nothing are left out."""
-    path = [f"M{svg.number(x[0])} {svg.number(bottom)}"]
+    bottom = svg.number(frame.bottom)
+    path = [f"M{svg.number(frame.across.at(edges[0]))} {bottom}"]
     last = ""
-    for at, height in zip(x, heights, strict=False):
-        y = svg.number(bottom - height * scale)
+    for edge, height in zip(edges, heights, strict=False):
+        y = svg.number(frame.up.at(height))
         if y != last:
-            path.append(f"H{svg.number(at)}V{y}")
+            path.append(f"H{svg.number(frame.across.at(edge))}V{y}")
         last = y
-    path.append(f"H{svg.number(x[-1])}V{svg.number(bottom)}z")
+    path.append(f"H{svg.number(frame.across.at(edges[-1]))}V{bottom}z")
     return svg.shape(path, fill, name, 'class="area"')
 
 
-def _grid(top: float, per_byte: float, bottom: float, right: float) -> list[str]:
-    parts: list[str] = []
-    values = ticks(top)
-    for value in values:
-        y = bottom - value * per_byte
-        parts.append(svg.line(LEFT, y, right, y, 'stroke-opacity=".25"'))
-        parts.append(svg.text(LEFT - 6, y + 4, round_in_words(value, values[-1], BYTES), "end"))
-    return parts
-
-
-def _line_of_device(capacity: int, y: float, across: Across, right: bool) -> list[str]:
+def _device_line(frame: Frame, capacity: int, right: bool) -> list[str]:
     """The line at the memory of a device, and its name at one of its ends."""
     words = f"device memory {quantity(capacity, 'B')}"
-    where = (across.right - 6, "end") if right else (across.left + 6, "start")
-    bottom = y + 16 if y - 16 < TOP else y - 5
-    left = where[0] - (svg.text_width(words) if right else 0) - 3
+    across, y = frame.across, frame.up.at(capacity)
+    at, anchor = (across.right - 6, "end") if right else (across.left + 6, "start")
+    baseline = y + 17 if y - 17 < TOP else y - 6
+    left = at - (svg.text_width(words) if right else 0) - 3
     patch = 'fill="#fff" fill-opacity=".85"'
     return [
-        svg.limit(across.left, y, across.right, y),
-        svg.rect(left, bottom - 12, svg.text_width(words) + 6, 15, patch),
-        svg.text(where[0], bottom, words, where[1], 'fill="#000"'),
+        svg.limit(across.left, y, across.right, y, LIMIT),
+        svg.rect(left, baseline - 13, svg.text_width(words) + 6, 17, patch),
+        svg.text(at, baseline, words, anchor, 'fill="#000"'),
     ]
 
 
-def _peak(levels: Levels, x: Sequence[float], across: Across) -> list[str]:
-    at = (x[levels.peak] + x[levels.peak + 1]) / 2
-    words = f"peak {quantity(levels.total[levels.peak], 'B')}"
+def _peak(levels: Levels, frame: Frame) -> list[str]:
+    across, peak = frame.across, levels.peak
+    at = across.at((levels.edges[peak] + levels.edges[peak + 1]) / 2)
     anchor = "end" if at > (across.left + across.right) / 2 else "start"
     return [
-        svg.line(at, TOP - 4, at, HEIGHT - BOTTOM, 'stroke-dasharray="4 3"'),
-        svg.text(at, TOP - 9, words, anchor),
-    ]
-
-
-def _below(levels: Levels, bottom: float, across: Across) -> list[str]:
-    """The axis with its name, and the cursor, which a script moves."""
-    middle = (across.left + across.right) / 2
-    name = levels.unit if across.measure is TASKS else "time"
-    return [
-        across.axis(bottom),
-        svg.text(middle, HEIGHT - 6, name, "middle"),
-        '<path class="cursor" d="" fill="none" stroke="currentColor"/>',
+        svg.line(at, TOP - 4, at, frame.bottom, 'stroke-dasharray="4 3"'),
+        svg.text(at, TOP - 9, f"peak {quantity(levels.total[peak], 'B')}", anchor),
     ]

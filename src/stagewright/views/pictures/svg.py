@@ -1,4 +1,7 @@
-"""The parts of pictures: fills, legends, shapes, lines, text, and the frame around them.
+"""Parts of pictures as SVG text: fills, legends, shapes, lines, text, and the frame around them.
+
+Each picture is one drawing of `WIDTH` units that stretches with its page. The layout has room for
+text of `FONT` units, which a phone needs; where the picture is wider, a page sets smaller text.
 
 >>> number(12.30), number(7.0), number(-0.04)
 ('12.3', '7', '0')
@@ -7,15 +10,18 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-WIDTH = 760
-"""Units across a picture where nothing else is asked for, so that text has one size."""
-NARROW = 520
-"""Units across below which names stand above what they name, not beside it."""
-FONT = 12
-"""The size of text in units."""
+WIDTH = 600
+"""Units across a picture."""
+FONT = 15
+"""Size in units of the largest text that a page may set."""
+SMALL = 0.9
+"""Size of labels on and below marks, as a share of other text."""
+_ALONE = 'width="720" font-size="12"'
+"""Width in pixels, and size of text in units, of a picture outside a page."""
 
 
 class Picture(str):
@@ -32,6 +38,15 @@ class Picture(str):
 
     def __html__(self) -> str:
         return str(self)
+
+    def file(self) -> str:
+        """The text of a file of its own: black on white, with a margin."""
+        _, _, width, height = re.findall(r"[\d.]+", self)[:4]
+        box = f"-12 -12 {float(width) + 24:g} {float(height) + 24:g}"
+        looks = 'style="max-width:100%;height:auto;background:#fff"'
+        text = re.sub(r'viewBox="[^"]*"', f'color="#000" viewBox="{box}"', self, count=1)
+        text = re.sub(r'style="[^"]*"', looks, text, count=1)
+        return text.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1) + "\n"
 
 
 class Fill(NamedTuple):
@@ -52,51 +67,8 @@ class Fill(NamedTuple):
         return "#000" if light > 0.18 else "#fff"
 
 
-# Okabe and Ito's colours, which people with any colour vision tell apart (jfly.uni-koeln.de/color).
-BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
-VERMILLION, PURPLE, YELLOW, GREY = "#D55E00", "#CC79A7", "#F0E442", "#999999"
-
-CATEGORIES: Mapping[str, Fill] = {
-    "parameters": Fill(BLUE),
-    "gradients": Fill(SKY, "/"),
-    "optimizer": Fill(GREY, "-"),
-    "gathered_parameters": Fill(PURPLE, "x"),
-    "activations": Fill(ORANGE, "."),
-    "communication": Fill(GREEN, "\\"),
-    "workspace": Fill(VERMILLION, "|"),
-    "allowance": Fill(YELLOW, "+"),
-    "kv_cache": Fill(SKY, "/"),
-}
-"""Fills of the categories of memory."""
-
-PHASES: Mapping[str, Fill] = {
-    "forward": Fill(SKY),
-    "recompute": Fill(PURPLE, "x"),
-    "backward": Fill(ORANGE, "/"),
-    "optimizer": Fill(GREY, "-"),
-}
-
-BUBBLE = Fill("currentColor", ".", 0.1)
-"""The fill of time in which a rank waits: fainter than any work, on light and on dark."""
-LAUNCHES = Fill("currentColor", "-", 0.25)
-"""The fill of time in which a rank waits for its host."""
-
-_AXES = {
-    "tp": Fill(BLUE, "."),
-    "dp": Fill(VERMILLION, "|"),
-    "pp": Fill(GREEN, "\\"),
-    "ep": Fill(YELLOW, "+"),
-    "cp": Fill(PURPLE, "/"),
-}
-_OTHERS = (Fill(SKY, "x"), Fill(ORANGE, "-"), Fill(GREY, "/"), Fill("#222222", "."))
-
-
-def axes(names: Sequence[str]) -> dict[str, Fill]:
-    """Fills of communication along axes; from the fifth fused axis on, fills repeat."""
-    fused = [name for name in names if name not in _AXES]
-    others = {name: _OTHERS[nth % len(_OTHERS)] for nth, name in enumerate(fused)}
-    return {name: _AXES.get(name) or others[name] for name in names}
-
+UNKNOWN = Fill("#999999", "x")
+"""The fill of a part without a meaning of its own."""
 
 _STROKES = {
     "/": "M-2 2L2 -2M0 8L8 0M6 10L10 6",
@@ -137,38 +109,46 @@ class Fills:
         return f"<defs>{patterns}</defs>" if patterns else ""
 
     def label(self, key: str, x: float, y: float, words: str) -> str:
-        """Words on a fill, around `x`: on a patch of its colour without the pattern."""
+        """Small words on a fill, around a point: on a patch of its colour without the pattern."""
         fill = self._fills[key]
-        wide = text_width(words) + 6
+        wide = text_width(words, SMALL) + 4
         patch = ""
         if fill.pattern and fill.colour.startswith("#"):
             paint = f'fill="{fill.colour}" pointer-events="none"'
-            patch = rect(x - wide / 2, y - 11, wide, 14, paint)
-        more = f'fill="{fill.ink}" pointer-events="none"'
-        return f'<g data-x="{number(x)}">{patch}{text(x, y, words, "middle", more)}</g>'
+            patch = rect(x - wide / 2, y - 7, wide, 14, paint)
+        more = f'fill="{fill.ink}" font-size="{SMALL}em" dy=".35em" pointer-events="none"'
+        return patch + text(x, y, words, "middle", more)
 
     def _id(self, fill: Fill) -> str:
         # Named by its looks: two pictures of one name on a page mean the same by an id.
         return f"{self._name}-{fill.colour.lstrip('#')}-{list(_STROKES).index(fill.pattern)}"
 
-    def legend(self, keys: Iterable[str], width: float = WIDTH) -> tuple[str, float]:
-        """A patch and a name for each key, in lines, and the height at which the last line ends."""
-        parts: list[str] = []
-        at, y = 0.0, 14.0
-        for key in keys:
-            words = key.replace("_", " ")
-            wide = 24 + text_width(words) + 14
-            if at + wide > width and at > 0:
-                at, y = 0.0, y + 20
-            paint = f'fill="{self[key]}" stroke="currentColor" stroke-opacity=".35"'
-            parts.append(rect(at, y - 11, 16, 13, paint) + text(at + 21, y, words))
-            at += wide
-        return "".join(parts), y + 8
+    def heading(self, keys: Iterable[str]) -> tuple[str, float]:
+        """The patterns and the legend at the top of a picture, and the height where it ends."""
 
-    def heading(self, keys: Iterable[str], width: float = WIDTH) -> tuple[str, float]:
-        """The patterns and the legend at the top of a picture, and where the legend ends."""
-        legend, bottom = self.legend(keys, width)
-        return self.defs() + legend, bottom
+        def patch(key: str, x: float, y: float) -> str:
+            paint = f'fill="{self[key]}" stroke="currentColor" stroke-opacity=".35"'
+            return rect(x, y - 11, 18, 13, paint)
+
+        drawn, bottom = legend([(key.replace("_", " "), key) for key in keys], patch)
+        return self.defs() + drawn, bottom
+
+
+class _DrawPatch(Protocol):
+    def __call__(self, key: str, x: float, y: float) -> str: ...
+
+
+def legend(entries: Iterable[tuple[str, str]], patch: _DrawPatch) -> tuple[str, float]:
+    """Words beside patches of 18 units, in lines, and the height at which the last line ends."""
+    parts: list[str] = []
+    x, y = 0.0, 14.0
+    for words, key in entries:
+        wide = 24 + text_width(words)
+        if x + wide > WIDTH and x > 0:
+            x, y = 0.0, y + 19
+        parts.append(patch(key, x, y) + text(x + 23, y, words))
+        x += wide + 14
+    return "".join(parts), y + 8
 
 
 def _opacity(fill: Fill) -> str:
@@ -188,13 +168,13 @@ def number(x: float) -> str:
 _THIN, _BROAD = frozenset(" iIjl.,:;'!|()[]ftr/"), frozenset("mwMW@%+=<>GOQ")
 
 
-def text_width(words: str, size: float = FONT) -> float:
-    """An estimate of the width of a text, whose font the reader's system chooses.
+def text_width(words: str, size: float = 1.0) -> float:
+    """An estimate of the width of the largest text; `size` is a share of it.
 
     Letters are as wide as those of DejaVu Sans, which is broader than most.
     """
     ems = sum(0.42 if c in _THIN else 0.87 if c in _BROAD else 0.64 for c in words)
-    return size * ems
+    return FONT * size * ems
 
 
 def text(x: float, y: float, words: str, anchor: str = "", more: str = "") -> str:
@@ -210,9 +190,11 @@ def line(x0: float, y0: float, x1: float, y1: float, more: str = "") -> str:
     return f'<path d="{ends}" fill="none" stroke="currentColor"{" " if more else ""}{more}/>'
 
 
-def limit(x0: float, y0: float, x1: float, y1: float) -> str:
+def limit(x0: float, y0: float, x1: float, y1: float, colour: str) -> str:
     """A dashed line at a limit, such as the memory of a device."""
-    return line(x0, y0, x1, y1, 'stroke-width="2" stroke-dasharray="9 4"')
+    ends = f"M{number(x0)} {number(y0)}L{number(x1)} {number(y1)}"
+    looks = f'stroke="{colour}" stroke-width="2" stroke-dasharray="9 4"'
+    return f'<path d="{ends}" fill="none" {looks}/>'
 
 
 def rect(x: float, y: float, width: float, height: float, paint: str, name: str = "") -> str:
@@ -232,8 +214,8 @@ def shape(path: Iterable[str], fill: str, name: str = "", more: str = "") -> str
     drawn = "".join(path)
     if not drawn:
         return ""
-    kind = f" {more}" if more else ""
-    return f'<path{kind} d="{drawn}" fill="{fill}"' + (f">{title(name)}</path>" if name else "/>")
+    extra = f" {more}" if more else ""
+    return f'<path{extra} d="{drawn}" fill="{fill}"' + (f">{title(name)}</path>" if name else "/>")
 
 
 def title(words: str) -> str:
@@ -241,13 +223,11 @@ def title(words: str) -> str:
     return f"<title>{html.escape(words)}</title>"
 
 
-def figure(
-    height: float, label: str, parts: Sequence[str], more: str = "", width: float = WIDTH
-) -> Picture:
+def figure(height: float, label: str, parts: Sequence[str], more: str = "") -> Picture:
     """The whole picture; `label` describes it for readers who do not see it."""
     extra = f" {more}" if more else ""
     return Picture(
-        f'<svg viewBox="0 0 {number(width)} {number(height)}" width="{number(width)}" role="img" '
-        f'aria-label="{html.escape(label)}" font-family="system-ui,sans-serif" font-size="12" '
+        f'<svg viewBox="0 0 {WIDTH} {number(height)}" {_ALONE} role="img" '
+        f'aria-label="{html.escape(label)}" font-family="system-ui,sans-serif" '
         f'fill="currentColor" style="max-width:100%;height:auto"{extra}>{"".join(parts)}</svg>'
     )

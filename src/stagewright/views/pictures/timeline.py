@@ -5,9 +5,8 @@ A column of a strip is as high as the strip while kernels, or transfers, run all
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,157 +16,115 @@ from stagewright.program.columns import PHASES, Program
 from stagewright.time.simulate.breakdown import axes_of
 from stagewright.time.simulate.timeline import TICK, Lane, Timeline
 from stagewright.views.pictures import svg
-from stagewright.views.pictures.chart import AXIS, SECONDS, Across
-from stagewright.views.stages import stage_name
+from stagewright.views.pictures.colours import WORK, of_axes
+from stagewright.views.pictures.scales import AXIS, SECONDS, Across
+from stagewright.views.tables import stage_name
 
-COLUMN = 2
-KERNELS, TRANSFERS, GAP = 26, 15, 10
-SLIVER = 3
+KERNELS, TRANSFERS, GAP = 20, 15, 10
+SLIVER = 2.5
 """Columns of transfers are at least as high, so that a message of a millisecond is seen."""
-MOST = 16
+MAX_LANES = 16
 """Lanes of a picture; of more, the picture shows some, evenly from the first to the last."""
-LEAST = 0.001
+MIN_SHARE = 0.001
 """Share of the step below which communication along an axis has no strip."""
-LEVELS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz-_"
-"""Characters of the script's data: shares of a column from none to all."""
-MOST_COLUMNS, MOST_CHARACTERS = 6000, 240_000
-"""The script zooms into as many columns of each strip as all strips together leave room for."""
 
 
 class Strip(NamedTuple):
     """Tasks of a lane that are drawn in one fill: kernels of a phase, transfers along an axis."""
 
     name: str
-    tasks: Bool  # by place in issue order
+    tasks: Bool  # by position in issue order
 
 
 class Strips(NamedTuple):
-    """A lane as it is drawn: kernels upon each other, and below them a strip for each axis."""
+    """The drawn parts of a lane: kernels upon each other, and below them a strip for each axis."""
 
     name: str
     lane: Lane
     kernels: Sequence[Strip]
     transfers: Sequence[Strip]
+    axes: Sequence[str]
+    """All axes along which the lane communicates, drawn or not."""
 
 
 def strips(line: Timeline) -> list[Strips]:
-    """What is drawn of a timeline: at most `MOST` lanes, and axes that take any time worth it."""
-    lanes = [line.lanes[nth] for nth in chosen(len(line.lanes), MOST)]
-    axes = [axes_of(line, lane) for lane in lanes]
-    every = sorted({name for of_lane in axes for name in of_lane.names})
-    long: set[str] = set()
-    found: list[Strips] = []
-    for name, lane, of_lane in zip(_names(line.program, lanes), lanes, axes, strict=True):
+    """The drawn lanes, at most `MAX_LANES`, with the axes that take a visible time in any."""
+    lanes = [line.lanes[i] for i in chosen(len(line.lanes), MAX_LANES)]
+    visible: set[str] = set()
+    drawn: list[Strips] = []
+    for name, lane in zip(_names(line.program, lanes), lanes, strict=True):
+        axes = axes_of(line, lane)
         phase = lane.rank_class.tasks.phase[lane.issue.rows]
-        kernels = [Strip(each, lane.main & (phase == nth)) for nth, each in enumerate(PHASES)]
-        transfers = [Strip(axis, of_lane.axis == nth) for nth, axis in enumerate(of_lane.names)]
-        for each in transfers:
-            busy = float((lane.end - lane.begin)[each.tasks].sum())
-            if busy > LEAST * line.ticks:
-                long.add(each.name)
-        kernels = [each for each in kernels if each.tasks.any()]
-        found.append(Strips(name, lane, kernels, transfers))
-    shown = [name for name in every if name in long]
+        kernels = [Strip(name, lane.main & (phase == i)) for i, name in enumerate(PHASES)]
+        transfers = [Strip(axis, axes.axis == i) for i, axis in enumerate(axes.names)]
+        for strip in transfers:
+            busy = float((lane.end - lane.begin)[strip.tasks].sum())
+            if busy > MIN_SHARE * line.ticks:
+                visible.add(strip.name)
+        kernels = [strip for strip in kernels if strip.tasks.any()]
+        drawn.append(Strips(name, lane, kernels, transfers, axes.names))
     return [
-        of._replace(transfers=[each for each in of.transfers if each.name in shown]) for of in found
+        strip._replace(transfers=[each for each in strip.transfers if each.name in visible])
+        for strip in drawn
     ]
 
 
-def picture(line: Timeline, name: str = "timeline", width: int = svg.WIDTH) -> svg.Picture:
-    """The timeline of a step: strips for each lane, and the scale below."""
+def picture(line: Timeline, name: str = "timeline", longest: float = 0.0) -> svg.Picture:
+    """The timeline of a step: strips for each lane, and the scale below, up to `longest` (s)."""
     drawn = strips(line)
-    named = [each.name for of in drawn for each in of.transfers]
-    axes = sorted({*named})
-    phases = [p for p in PHASES if any(p == each.name for of in drawn for each in of.kernels)]
-    fills = svg.Fills(name, {p: svg.PHASES[p] for p in phases} | svg.axes(axes))
-    heading, y = fills.heading([*phases, *axes], width)
-    narrow = width < svg.NARROW
-    words = [*axes, *([] if narrow else [of.name for of in drawn])]
-    left = max((svg.text_width(each) for each in words), default=0.0) + 10
-    across = Across(left, width - 16, line.seconds, SECONDS)
-    count = int((across.right - across.left) // COLUMN)
-    edges = np.linspace(0, line.ticks, count + 1)
+    axes = sorted({strip.name for lane in drawn for strip in lane.transfers})
+    phases = [p for p in PHASES if any(p == s.name for lane in drawn for s in lane.kernels)]
+    every_axis = sorted({axis for lane in drawn for axis in lane.axes})
+    fills = svg.Fills(name, {p: WORK[p] for p in phases} | of_axes(every_axis))
+    heading, y = fills.heading([*phases, *axes])
+    left = max((svg.text_width(axis, svg.SMALL) for axis in axes), default=0.0) + 10
+    across = Across(left, svg.WIDTH - 16, max(line.seconds, longest), SECONDS)
+    columns = int(across.at(line.seconds) - across.left)
+    edges = np.linspace(0, line.ticks, columns + 1)
     parts = [heading]
-    y += 8
-    for nth, of in enumerate(drawn):
-        if narrow:
-            y += 14
-            parts.append(svg.text(0, y - 4, of.name))
-        else:
-            parts.append(svg.text(left - 8, y + 17, of.name, "end"))
-        lane, low, y = of.lane, np.zeros(count), y + KERNELS
-        for row, strip in enumerate(of.kernels):
+    y += 4
+    for strips_of_lane in drawn:
+        y += 17
+        parts.append(svg.text(0, y - 4, strips_of_lane.name))
+        lane, low, y = strips_of_lane.lane, np.zeros(columns), y + KERNELS
+        for strip in strips_of_lane.kernels:
             high = low + _busy(lane, strip.tasks, edges)
-            box = _Bounds(across, y, KERNELS, f"{nth} {row}", _title(of, strip, line))
-            parts.append(_strip(low, high, box, fills[strip.name]))
+            title = _title(strips_of_lane, strip, line)
+            parts.append(_strip(low, high, (left, y, KERNELS), fills[strip.name], title))
             low = high
-        for row, strip in enumerate(of.transfers):
+        for strip in strips_of_lane.transfers:
             share = _busy(lane, strip.tasks, edges)
             y += TRANSFERS
-            parts.append(svg.text(left - 8, y - 2, strip.name, "end", 'font-size="11"'))
-            which = f"{nth} {len(of.kernels) + row}"
-            box = _Bounds(across, y, TRANSFERS - 2, which, _title(of, strip, line))
-            parts.append(_strip(np.zeros(count), share, box, fills[strip.name]))
+            small = f'font-size="{svg.SMALL}em"'
+            parts.append(svg.text(left - 8, y - 3, strip.name, "end", small))
+            title = _title(strips_of_lane, strip, line)
+            heights = np.where(share > 0, np.maximum(share, SLIVER / (TRANSFERS - 2)), 0)
+            place = (left, y, TRANSFERS - 2)
+            parts.append(_strip(np.zeros(columns), heights, place, fills[strip.name], title))
         y += GAP
-    parts += [across.axis(y), '<path class="cursor" d="" fill="none" stroke="currentColor"/>']
+    parts.append(across.axis(y))
     label = (
         f"Timeline of a step of {duration(line.seconds)}: when kernels and communication run on "
         + plural(len(drawn), "group of ranks", "groups of ranks")
     )
-    more = f'class="timeline" tabindex="0" data-timeline="timeline" {across.attributes()}'
-    return svg.figure(y + AXIS, label, parts, more, width=width)
+    return svg.figure(y + AXIS, label, parts, 'class="timeline"')
 
 
-def _title(of: Strips, strip: Strip, line: Timeline) -> str:
-    """What a strip shows in all: its tasks may run beside each other."""
-    busy = int((of.lane.end - of.lane.begin)[strip.tasks].sum()) * TICK
-    return f"{of.name}: {strip.name} {duration(busy)} of {duration(line.seconds)}"
+def _title(lane: Strips, strip: Strip, line: Timeline) -> str:
+    """The busy time of a strip as a sum over its tasks."""
+    busy = int((lane.lane.end - lane.lane.begin)[strip.tasks].sum()) * TICK
+    return f"{lane.name}: {strip.name} {duration(busy)} of {duration(line.seconds)}"
 
 
-def data(line: Timeline) -> dict[str, Any]:
-    """Data of the script that zooms: how busy each strip is, in more columns than are drawn.
-
-    A share is a character of `LEVELS`; a character that repeats is followed by how often it does,
-    in parentheses.
-    """
-    drawn = strips(line)
-    every = sum(len(of.kernels) + len(of.transfers) for of in drawn)
-    count = max(600, min(MOST_COLUMNS, MOST_CHARACTERS // max(1, every)))
-    edges = np.linspace(0, line.ticks, count + 1)
-    return {
-        "columns": count,
-        "levels": LEVELS,
-        "lanes": [
-            {
-                "name": of.name,
-                "kernels": len(of.kernels),
-                "strips": [each.name for each in (*of.kernels, *of.transfers)],
-                "shares": [
-                    _in_characters(_busy(of.lane, each.tasks, edges))
-                    for each in (*of.kernels, *of.transfers)
-                ],
-            }
-            for of in drawn
-        ],
-    }
-
-
-def _in_characters(share: Float) -> str:
-    # What runs at all is told from what does not.
-    level = np.maximum(np.rint(share * (len(LEVELS) - 1)), share > 0).astype(int)
-    text = "".join(LEVELS[each] for each in level.tolist())
-    return re.sub(r"(.)\1{4,}", lambda run: f"{run[1]}({len(run[0])})", text)
-
-
-def chosen(count: int, most: int) -> list[int]:
-    """Indices of `count` things: all, or `most` of them evenly from the first to the last.
+def chosen(count: int, limit: int) -> list[int]:
+    """Indices of `count` items: all, or `limit` of them evenly from the first to the last.
 
     >>> chosen(3, 8), chosen(10, 4)
     ([0, 1, 2], [0, 3, 6, 9])
     """
-    if count <= most:
+    if count <= limit:
         return [*range(count)]
-    return [nth * (count - 1) // (most - 1) for nth in range(most)]
+    return [i * (count - 1) // (limit - 1) for i in range(limit)]
 
 
 def _names(program: Program, lanes: Sequence[Lane]) -> list[str]:
@@ -181,50 +138,38 @@ def _names(program: Program, lanes: Sequence[Lane]) -> list[str]:
     ]
 
 
-def _busy(lane: Lane, mine: Bool, edges: Float) -> Float:
+def _busy(lane: Lane, selected: Bool, edges: Float) -> Float:
     """The share of each column during which one of the chosen tasks of a lane runs."""
-    begin, end = lane.begin[mine], lane.end[mine]
+    begin, end = lane.begin[selected], lane.end[selected]
     until = _passed(end, edges) - _passed(begin, edges)
     return np.clip(np.diff(until) / np.diff(edges), 0, 1)
 
 
-def _passed(moments: Int, edges: Float) -> Float:
-    """For each edge, the sum over moments of the edge or the moment, whichever is earlier.
+def _passed(times: Int, edges: Float) -> Float:
+    """For each edge, the sum over times of the edge or the time, whichever is earlier.
 
     The sum for ends less the sum for begins is the time that tasks have run by the edge.
     """
-    moments = np.sort(moments)
-    before = np.searchsorted(moments, edges)
-    sums = np.append(0, np.cumsum(moments, dtype=np.float64))
-    # Later moments count as the edge itself, so that large sums do not cancel.
-    return sums[before] + (len(moments) - before) * edges
+    times = np.sort(times)
+    before = np.searchsorted(times, edges)
+    sums = np.append(0, np.cumsum(times, dtype=np.float64))
+    # Later times count as the edge itself, so that large sums do not cancel.
+    return sums[before] + (len(times) - before) * edges
 
 
-class _Bounds(NamedTuple):
-    """Where a strip is drawn, and which of the data's strips it is: lane and place."""
-
-    across: Across
-    bottom: float
-    height: float
-    which: str
-    name: str
-
-
-def _strip(low: Float, high: Float, box: _Bounds, fill: str) -> str:
-    """Columns from one height to another, as one path; half units of height."""
-    tops = np.ceil(high * box.height * 2) / 2
-    if box.height == TRANSFERS - 2:
-        tops = np.where(high > 0, np.maximum(tops, SLIVER), 0)
-    bases = np.rint(low * box.height * 2) / 2
+def _strip(
+    low: Float, high: Float, place: tuple[float, float, float], fill: str, title: str
+) -> str:
+    """Columns of one unit as one path, in half units of height; `place`: left, bottom, height."""
+    left, bottom, height = place
+    tops, bases = np.ceil(high * height * 2) / 2, np.rint(low * height * 2) / 2
     runs = np.flatnonzero(np.append(True, (np.diff(tops) != 0) | (np.diff(bases) != 0)))
     ends = np.append(runs[1:], len(tops))
-    step = (box.across.right - box.across.left) / len(tops)
     path = [
-        svg.box(box.across.left + first * step, box.bottom - top, (last - first) * step, top - base)
+        svg.box(left + first, bottom - top, last - first, top - base)
         for first, last, top, base in zip(
             runs.tolist(), ends.tolist(), tops[runs].tolist(), bases[runs].tolist(), strict=True
         )
         if top > base
     ]
-    place = f"{svg.number(box.bottom)} {svg.number(box.height)}"
-    return svg.shape(path, fill, box.name, f'data-strip="{box.which} {place}"')
+    return svg.shape(path, fill, title)
