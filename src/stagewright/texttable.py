@@ -201,19 +201,24 @@ class Table:
 
     def to_pandas(self) -> Any:
         """A pandas.DataFrame of the unformatted values; needs the extra `pandas`."""
-        return self._frame("pandas")
+        try:
+            library = importlib.import_module("pandas")
+        except ImportError:
+            raise _missing("pandas") from None
+        return library.DataFrame({name: list(values) for name, values in self.columns.items()})
 
     def to_polars(self) -> Any:
         """A polars.DataFrame of the unformatted values; needs the extra `polars`."""
-        return self._frame("polars")
-
-    def _frame(self, library: str) -> Any:
         try:
-            frames = importlib.import_module(library)
+            library = importlib.import_module("polars")
         except ImportError:
-            hint = f"pip install 'stagewright[{library}]'"
-            raise UserError(f"this needs {library}, which is not installed; {hint}") from None
-        return frames.DataFrame({name: list(values) for name, values in self.columns.items()})
+            raise _missing("polars") from None
+        return library.DataFrame({name: list(values) for name, values in self.columns.items()})
+
+
+def _missing(library: str) -> UserError:
+    hint = f"pip install 'stagewright[{library}]'"
+    return UserError(f"this needs {library}, which is not installed; {hint}")
 
 
 def _pieces(widths: Mapping[str, int], room: int) -> list[list[str]]:

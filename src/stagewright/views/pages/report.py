@@ -53,7 +53,7 @@ def page(compiled: CompiledRun, step: SimulatedStep | None = None) -> str:
     )
 
 
-class _TimeSection(NamedTuple):
+class _TimeOnPage(NamedTuple):
     machine: str
     parts: Chart
     timeline: Chart
@@ -61,9 +61,9 @@ class _TimeSection(NamedTuple):
     critical_path: str
 
 
-def _time(step: SimulatedStep) -> _TimeSection:
+def _time(step: SimulatedStep) -> _TimeOnPage:
     path = ", ".join(f"{name} {s / step.seconds:.1%}" for name, s in step.critical_path.items())
-    return _TimeSection(
+    return _TimeOnPage(
         str(step.machine),
         charts.time(step),
         charts.timeline_of(step),
@@ -72,32 +72,32 @@ def _time(step: SimulatedStep) -> _TimeSection:
     )
 
 
-class _MemorySection(NamedTuple):
+class _MemoryOnPage(NamedTuple):
     peaks: Chart
     over_time: charts.MemoryOverTime | None
 
 
 def _memory(
     compiled: CompiledRun, step: SimulatedStep | None, numbers: Summary, data: dict[str, Any]
-) -> _MemorySection:
+) -> _MemoryOnPage:
     varies = charts.varies(compiled)
-    return _MemorySection(
+    return _MemoryOnPage(
         charts.peak_memory(compiled, step, numbers),
         charts.memory_over_time(compiled, step, data) if varies else None,
     )
 
 
-class _CommunicationSection(NamedTuple):
+class _CommunicationOnPage(NamedTuple):
     by_axis: Chart
     table: Table
     largest: Table
 
 
-def _communication(compiled: CompiledRun, numbers: Summary) -> _CommunicationSection | None:
+def _communication(compiled: CompiledRun, numbers: Summary) -> _CommunicationOnPage | None:
     chart = charts.bytes_by_axis(numbers)
     if chart is None:
         return None
-    return _CommunicationSection(
+    return _CommunicationOnPage(
         chart, tables.communication(numbers), charts.largest_exchanges(compiled)
     )
 
