@@ -34,7 +34,7 @@ def step() -> str:
 
     run = Run(**STEP)
     found = simulate(compile(run), HARDWARE)
-    levels = memory.over_seconds(found.memory[0], found.seconds, POINTS)
+    levels = memory.over_seconds(found.memory_over_time[0], found.seconds, POINTS)
     scale = memory.Scale(capacity=round(found.machine.hardware.memory_gb * 1e9))
     drawn = [
         ("Kernels and communication of a GPU of each stage", timeline.picture(found.timeline)),

@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
+from types import NoneType
 from typing import Any
 
 from stagewright.api.experiments import gpus_per_node
-from stagewright.api.result import PublicResult, path_text
+from stagewright.api.result import PublicResult, check_type, path_text
 from stagewright.lower.compile import compile as compile_run
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import ModelConfig
@@ -98,6 +99,8 @@ def compile(
     >>> compiled.table("memory").rows[0]["parameters"]  # bytes of one rank
     2008031232
     """
+    check_type(config, "config as a ModelConfig", ModelConfig, NoneType)
+    check_type(table, "table as a mapping of layouts", Mapping, NoneType)
     return with_views(compile_run(run_of(model, settings), config, table=table))
 
 

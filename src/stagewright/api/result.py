@@ -9,15 +9,19 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any, ClassVar, cast
 
 from stagewright.errors import UserError, did_you_mean, either
 from stagewright.files import atomic, write_text
 from stagewright.texttable import Table
+from stagewright.time.hardware import Hardware
 
 RUN_FILE = ".yaml"
 OF_SEARCH = (".csv", ".parquet", ".json", ".html", RUN_FILE)
 """Suffixes of files that a search writes."""
+HARDWARE_TYPES = (str, Hardware, list, tuple)
+"""Types of the hardware of a search."""
 OF_SERVING = (".csv", ".json", ".html")
 """Suffixes of files that `serve` writes."""
 
@@ -50,9 +54,13 @@ class PublicResult:
 
     def table(self, name: str, **options: Any) -> Table:
         """One of the tables by name; an unknown name raises a UserError that lists them."""
+        check_type(name, "the name of a table", str)
         if name not in self.tables:
             known = either(self.tables)
             raise UserError(f"no table {name!r}; wanted {known}{did_you_mean(name, self.tables)}")
+        for option, value in options.items():
+            kind = str if option == "log" else int
+            check_type(value, f"{option} as {'a path' if kind is str else 'a number'}", kind)
         return self.tables[name](**options)
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,7 +85,7 @@ class PublicResult:
         `.csv` and `.parquet` (needs the extra `polars`): all rows; `.json`: everything; `.html`:
         a page.
         """
-        check_suffix(path, self.suffixes)
+        check_suffix(path_text(path), self.suffixes)
         out, suffix = os.fspath(path), suffix_of(path)
         if suffix == ".parquet":
             check_package(path)
@@ -103,9 +111,14 @@ def known(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def path_text(path: object, wanted: str = "a path") -> str:
     """A path as text; raises a UserError for a value of another type, such as a descriptor."""
-    if not isinstance(path, str | os.PathLike):
-        raise UserError(f"got {path!r}, wanted {wanted}")
+    check_type(path, wanted, str, os.PathLike)
     return os.fspath(cast("os.PathLike[str]", path))
+
+
+def check_type(value: object, wanted: str, *types: type) -> None:
+    """Raise a UserError for an argument of another type; a truth value is no number."""
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        raise UserError(f"got {shown(value)}, wanted {wanted}")
 
 
 def suffix_of(path: str | os.PathLike[str]) -> str:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, cast
 
 from stagewright.api.result import (
+    HARDWARE_TYPES,
     OF_SEARCH,
     RUN_FILE,
     PublicResult,
+    check_type,
     known,
     no_such_row,
     path_text,
@@ -131,7 +134,7 @@ class Search(PublicResult):
         `.csv`, `.parquet` (needs the extra `polars`) and `.json`: all candidates; `.html`: a page;
         `.yaml`: the run file of `row`, and next to it hardware with varied specs.
         """
-        if suffix_of(path) == RUN_FILE:
+        if suffix_of(path_text(path)) == RUN_FILE:
             return write_run_file(self.ranking.candidates, self.index(row), os.fspath(path))
         return super().write(path)
 
@@ -182,6 +185,10 @@ def search(
     >>> result.run().tp, result.run().micro_batch_size, len(result.ranking.candidates)
     (1, 8, 4)
     """
+    check_type(config, "config as a ModelConfig", ModelConfig, NoneType)
+    check_type(vary, "vary as a mapping of lists", Mapping, NoneType)
+    check_type(hardware, "hardware as a name, a Hardware, or a list of these", *HARDWARE_TYPES)
+    check_type(gpus, "gpus as a number, a list, or text", int, list, tuple, str, NoneType)
     space, options = settings.pop("space", None), pop_search_options(settings)
     request = search_request(
         {"model": path_text(model), **settings},
@@ -213,6 +220,7 @@ def check_count(option: str, count: object) -> None:
 def pop_search_options(settings: dict[str, Any]) -> SearchOptions:
     """Pop the options of a search from settings."""
     objective: str | Sequence[str] = settings.pop("objective", "time")
+    check_type(objective, "objective as a name, or a list of names", str, list, tuple)
     names = [objective] if isinstance(objective, str) else [*objective]
     options: dict[str, Any] = {}
     for name in ("top", "most", "exact", "allow_oom", "all_variants"):

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stagewright.api.result import (
+    HARDWARE_TYPES,
     OF_SEARCH,
     RUN_FILE,
     PublicResult,
+    check_type,
     no_such_row,
     path_text,
     suffix_of,
@@ -173,7 +175,7 @@ class ServingSearch(PublicResult):
         `.csv`, `.parquet` (needs the extra `polars`) and `.json`: all choices; `.html`: a page;
         `.yaml`: the run file of the layout of `row`.
         """
-        if suffix_of(path) == RUN_FILE:
+        if suffix_of(path_text(path)) == RUN_FILE:
             return write_run_file(self.ranking.rows, self._choice(row).layout, os.fspath(path))
         return super().write(path)
 
@@ -225,6 +227,7 @@ def search_serving(
     >>> found.run().tp, found.instances()
     (1, 1)
     """
+    check_type(hardware, "hardware as a name, a Hardware, or a list of these", *HARDWARE_TYPES)
     alone = isinstance(hardware, str | Hardware)
     systems = [hardware] if alone else [*hardware]
     question = asked_serving(
@@ -248,15 +251,18 @@ def asked_serving(
     """The space, the loads and the target; UserError for settings that cannot be combined."""
     given = {name: value for name, value in settings.items() if value is not None}
     values = by_own_names(given)
-    share = float(values.pop("attainment", 0.9))
+    share = values.pop("attainment", 0.9)
+    check_type(share, "attainment as a share", float, int)
     if not 0 < share <= 1:
         raise UserError(f"--attainment is {share:g}, wanted a share above 0, at most 1")
     pairs = values.pop("pairs", 4)
+    check_type(pairs, "pairs as a number", int)
     if pairs < 0:
         raise UserError(f"--pairs is {pairs}, wanted 0 or more")
     objective = values.pop("objective", "gpus")
     if objective not in OBJECTIVES:
         raise UserError(f"--objective {objective}: with --serve wanted gpus or cost")
+    check_type(values.get("gpus", 1), "gpus as a number", int, str, list, tuple)
     most = _gpus(values.pop("gpus", MOST_GPUS))
     own = {name: values.pop(name) for name in [*values] if name in SERVING}
     _refuse_found(own)

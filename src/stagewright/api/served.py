@@ -6,10 +6,11 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import NoneType
 from typing import Any, NamedTuple
 
 from stagewright.api.deployment import Given, Planned, deployment_of, groups_of
-from stagewright.api.result import OF_SERVING, PublicResult, path_text
+from stagewright.api.result import OF_SERVING, PublicResult, check_type, path_text
 from stagewright.api.stages import stages_of
 from stagewright.api.workloads import workload_of
 from stagewright.errors import UserError, did_you_mean
@@ -114,6 +115,8 @@ class Serving(ServedRun, PublicResult):
         both, prefill ranks first, with the messages between them. Raises UserError if the engine
         ran no step.
         """
+        check_type(seconds, "seconds since the run began", float, int)
+        check_type(engine, "the number of an engine", int)
         if not math.isfinite(seconds):
             raise UserError(f"step({seconds}): wanted seconds since the run began")
         number = engine if instance is None else first_engine(self.deployment, instance)
@@ -228,9 +231,15 @@ def serve(
     (100, 0)
     """
     of = hardware if isinstance(hardware, Hardware) else hardware_of(path_text(hardware, _HARDWARE))
+    check_type(workload, "workload as a Workload", Workload, NoneType)
+    check_type(config, "config as a ModelConfig", ModelConfig, NoneType)
     scheduler = settings.pop("scheduler", "vllm")
     if isinstance(scheduler, str):
         settings["scheduler"], scheduler = scheduler, None
+    elif not hasattr(scheduler, "schedule"):
+        raise UserError(
+            f"got {scheduler!r}, wanted scheduler as a name or an object that schedules"
+        )
     rows: dict[str, Any] = {
         name: settings.pop(name)
         for name in ("pools", "stages", "classes")

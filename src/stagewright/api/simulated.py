@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from types import NoneType
 from typing import Any
 
 from stagewright.api.compiled import Asked, compile, run_of, with_views
-from stagewright.api.result import PublicResult
+from stagewright.api.result import PublicResult, check_type
 from stagewright.errors import UserError
 from stagewright.files import write_text
 from stagewright.lower.compile import compile as compile_run
@@ -122,6 +123,7 @@ def simulate(
     or `gpus` and without `dp`, dp fills them. `durations` is a CSV of measured kernels and
     collectives (`stagewright.time.measured`).
     """
+    check_type(execution, "execution as an Execution", Execution, NoneType)
     cluster, how, settings = _sections(hardware, execution, settings)
     costs_of(cluster.price, cluster.costs)
     of = hardware.hardware if isinstance(hardware, Machine) else _known(hardware)
