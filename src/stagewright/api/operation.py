@@ -38,7 +38,11 @@ def operation_of(
                 f"--kv-scale-down-threshold {down:g} must be below --kv-scale-up-threshold {up:g}"
             )
         scaling = Scaling(
-            least=least, most=most, interval=asked.adjustment_interval, up=up, down=down
+            min_instances=least,
+            max_instances=most,
+            interval=asked.adjustment_interval,
+            up=up,
+            down=down,
         )
     return InstanceEvents(
         instances=instances,
@@ -52,7 +56,7 @@ def operation_of(
 
 def operated(deployment: Deployment, asked: OperationSection) -> Deployment:
     """Deployment with these events; as many instances as may serve at a time."""
-    counts = [group.engines.instances for group in deployment.groups]
+    counts = [group.settings.instances for group in deployment.groups]
     prompts = [group.role == "prefill" for group in deployment.groups]
     first = sum(many for many, only in zip(counts, prompts, strict=True) if only)
     operation = operation_of(asked, sum(counts) - first, first)
@@ -61,9 +65,9 @@ def operated(deployment: Deployment, asked: OperationSection) -> Deployment:
         return deployment
     groups: list[InstanceGroup] = []
     for group, only in zip(deployment.groups, prompts, strict=True):
-        most = group.engines.instances if only else operation.scaling.most
-        engines = replace(group.engines, instances=most)
-        groups.append(replace(group, engines=engines))
+        most = group.settings.instances if only else operation.scaling.max_instances
+        engines = replace(group.settings, instances=most)
+        groups.append(replace(group, settings=engines))
     return replace(deployment, groups=tuple(groups))
 
 

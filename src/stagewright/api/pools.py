@@ -19,7 +19,7 @@ from stagewright.run.settings import Run
 from stagewright.serving.deployment import Deployment, InstanceGroup
 from stagewright.serving.disaggregation import Role
 from stagewright.serving.engine import Scheduler
-from stagewright.serving.instance import instance
+from stagewright.serving.instance import make_instance
 from stagewright.serving.routers import router_of
 from stagewright.serving.schedulers.named import batch_limits, refuse_others, scheduler_of
 from stagewright.serving.speculative import drafter_of
@@ -145,28 +145,27 @@ class Planned:
             algorithm=cluster.algorithm,
         )
         limits = batch_limits(engines, self.hardware)
-        ahead = engines.async_scheduling and run.pp == 1
         chosen = given.scheduler
         if chosen is None:
             refuse_others(engines)
-        scheduler = chosen or scheduler_of(replace(engines, async_scheduling=ahead), limits)
+        scheduler = chosen or scheduler_of(engines, limits, run.pp)
         router_of(engines.router)
         share, drafts = engines.gpu_memory_utilization, _drafts(engines)
         for of in alike:
             same = of.instance.run == run and of.instance.machine == machine
-            same = same and _drafts(of.engines) == drafts
-            if same and of.limits == limits and of.engines.gpu_memory_utilization == share:
+            same = same and _drafts(of.settings) == drafts
+            if same and of.limits == limits and of.settings.gpu_memory_utilization == share:
                 return InstanceGroup(of.instance, engines, limits, scheduler, self.serves)
         model = (given.config or model_of(run.model, run.as_family or "")).with_overrides(
             num_layers=run.layers, vocab_size=run.vocab, mtp_num_layers=run.mtp_num_layers
         )
-        made = instance(
+        made = make_instance(
             run,
             model,
             machine,
             self.experiment.execution,
-            most_tokens=limits.tokens,
-            most_requests=limits.requests,
+            max_tokens=limits.tokens,
+            max_requests=limits.requests,
             gpu_memory_utilization=share,
             drafter=drafter_of(engines, run, model),
         )

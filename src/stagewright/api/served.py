@@ -170,9 +170,9 @@ class Serving(ServedRun):
         return {
             "workload": self.outcome.workload.name,
             "run": self.layout,
-            "instances": of.engines.instances,
+            "instances": of.settings.instances,
             "pools": [*map(_values, self.groups)] if len(self.groups) > 1 else None,
-            "kv_blocks": of.blocks,
+            "kv_blocks": of.num_blocks,
             "kv_block_size": of.instance.cache.block_size,
             "max_num_batched_tokens": of.limits.tokens,
             "max_num_seqs": of.limits.requests,
@@ -196,7 +196,7 @@ def _layout(group: InstanceGroup) -> str:
 
 def _group(of: InstanceGroup) -> str:
     """A group of instances in words."""
-    count, layout = of.engines.instances, _layout(of)
+    count, layout = of.settings.instances, _layout(of)
     purpose = "" if of.role == "both" else f" for {of.role}"
     many = f"{plural(count, 'instance', 'instances')}{purpose}, each "
     alone = count == 1 and not purpose
@@ -207,12 +207,12 @@ def _values(group: InstanceGroup) -> dict[str, Any]:
     """A group of instances for JSON."""
     return {
         "serves": group.role,
-        "instances": group.engines.instances,
+        "instances": group.settings.instances,
         "run": _layout(group),
         "hardware": group.instance.machine.hardware.name,
         "gpus": group.gpus,
-        "kv_blocks": group.blocks,
-        "scheduler": group.engines.scheduler,
+        "kv_blocks": group.num_blocks,
+        "scheduler": group.settings.scheduler,
     }
 
 

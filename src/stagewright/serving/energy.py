@@ -119,7 +119,7 @@ def serving_expense(
     up = _seconds_up(run)
     for group in groups:
         instance, hardware = group.instance, group.instance.machine.hardware
-        count = group.engines.instances * instance.replicas
+        count = group.settings.instances * instance.replicas
         engines = run.outcome.engines[first : first + count]
         power = _Power.of(instance, engines, context)
         per_hour = hardware.price_usd_per_gpu_hour if price is None else price

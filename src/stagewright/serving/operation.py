@@ -50,20 +50,20 @@ class Scaling:
     that leaves gets no new requests and serves those that it has.
     """
 
-    least: int
-    most: int
+    min_instances: int
+    max_instances: int
     interval: float
     up: float
     down: float
 
     def change(self, engines: Sequence[Engine], instances: int) -> int:
         """Return 1, -1 or 0: how the number of serving instances should change."""
-        if instances < self.least:
+        if instances < self.min_instances:
             return 1
-        used = sum(1 - e.blocks.free / e.blocks.size for e in engines) / max(1, len(engines))
-        if used > self.up and instances < self.most:
+        used = sum(1 - e.kv_cache.free / e.kv_cache.size for e in engines) / max(1, len(engines))
+        if used > self.up and instances < self.max_instances:
             return 1
-        return -1 if used < self.down and instances > self.least else 0
+        return -1 if used < self.down and instances > self.min_instances else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,7 +82,7 @@ class Drafts:
         return 1 + sum(self.right)
 
     @property
-    def most(self) -> int:
+    def max_tokens(self) -> int:
         """Largest number of tokens of a step."""
         return 1 + sum(share > 0 for share in self.right)
 
@@ -106,7 +106,7 @@ class Drafter:
     """Run that is not resolved; `num_speculative_tokens` as of the verifying model."""
     model: ModelConfig
     """Model of the pass over all tokens of a step."""
-    own: ModelConfig
+    later: ModelConfig
     """Model of later passes, which read the drafter's own hidden states."""
     head: bool
     """The drafter uses the model's embedding and output projection."""
@@ -117,7 +117,7 @@ class Drafter:
         return self.run.num_speculative_tokens
 
     @property
-    def more(self) -> int:
+    def extra_tokens(self) -> int:
         """Like `DraftingTimes.more`."""
         return 0 if self.head else 1
 

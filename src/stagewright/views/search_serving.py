@@ -60,7 +60,7 @@ def _smaller(winner: ServingChoice, smaller: SmallerDeployment) -> str:
 def _nothing(of: ServingRanking) -> str:
     if of.stopped:
         return "nothing yet: no choice that was simulated keeps the limits"
-    text = f"nothing with up to {plural(of.target.most_gpus, 'GPU', 'GPUs')} keeps the limits"
+    text = f"nothing with up to {plural(of.target.max_gpus, 'GPU', 'GPUs')} keeps the limits"
     closest = of.closest
     if closest is None or not closest.simulated.good:
         return text
@@ -128,7 +128,7 @@ def deployment_words(of: ServingRanking, choice: ServingChoice) -> str:
     parts: list[str] = []
     for group, row in zip(groups, _layout_rows(choice), strict=True):
         role = "" if group.role == "both" else f"{group.role} "
-        count = plural(group.engines.instances, f"{role}instance", f"{role}instances")
+        count = plural(group.settings.instances, f"{role}instance", f"{role}instances")
         on = f" on {of.rows.hardware(row).name}" if len(hardware) > 1 else ""
         parts.append(f"{count} of {layout_words(of, choice, row)}{on}")
     return " and ".join(parts)
@@ -151,8 +151,8 @@ def layout_words(of: ServingRanking, choice: ServingChoice, row: int) -> str:
 
 def engine_words(of: ServingRanking, choice: ServingChoice) -> list[str]:
     """Settings of engines in which choices differ."""
-    sections = [each.deployment.groups[-1].engines for each in of.choices]
-    mine = choice.deployment.groups[-1].engines
+    sections = [each.deployment.groups[-1].settings for each in of.choices]
+    mine = choice.deployment.groups[-1].settings
     names = [column.name for column in fields(EngineSection) if column.name != "instances"]
     differ = [name for name in names if len({getattr(each, name) for each in sections}) > 1]
     return [setting_in_words(name, getattr(mine, name)) for name in differ]
@@ -224,7 +224,7 @@ def table_of_choices(
 
 
 def _count_and_layout(of: ServingRanking, choice: ServingChoice, group: int, row: int) -> str:
-    count = choice.deployment.groups[group].engines.instances
+    count = choice.deployment.groups[group].settings.instances
     return f"{count} x {layout_words(of, choice, row)}"
 
 

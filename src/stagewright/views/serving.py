@@ -86,7 +86,7 @@ def per_engine(of: ServedRun) -> Table:
     }
     for nth, each in enumerate(of.outcome.engines):
         mine = (engine == nth) | (of_prompts == nth)
-        share = np.array(each.samples.blocks) / each.blocks.size
+        share = np.array(each.samples.blocks) / each.kv_cache.size
         row = (
             nth,
             int(mine.sum()),

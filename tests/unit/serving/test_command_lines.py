@@ -11,7 +11,7 @@ from stagewright.run.sections.serving import EngineSection
 from stagewright.run.settings import Run
 from stagewright.serving.command_lines import ENGINES, command_lines
 from stagewright.serving.deployment import Deployment, InstanceGroup
-from stagewright.serving.instance import instance
+from stagewright.serving.instance import make_instance
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.network import Machine
@@ -28,8 +28,8 @@ def group(engine: str, **settings: object) -> InstanceGroup:
     hardware = hardware_of("h200")
     limits = batch_limits(engines, hardware)
     model = model_of(MODEL).with_overrides(num_layers=2)
-    made = instance(RUN, model, Machine.of(hardware, gpus=4), most_requests=limits.requests)
-    return InstanceGroup(made, engines, limits, scheduler_of(engines, limits))
+    made = make_instance(RUN, model, Machine.of(hardware, gpus=4), max_requests=limits.requests)
+    return InstanceGroup(made, engines, limits, scheduler_of(engines, limits, made.run.pp))
 
 
 def options(line: str) -> dict[str, str]:
@@ -77,7 +77,7 @@ def test_tensorrt_llm():
     assert fields["enable_attention_dp"] is True
     assert fields["scheduler_config"] == {"capacity_scheduler_policy": "MAX_UTILIZATION"}
     assert fields["kv_cache_config"]["dtype"] == "fp8"
-    assert fields["kv_cache_config"]["max_tokens"] == of.blocks * 32
+    assert fields["kv_cache_config"]["max_tokens"] == of.num_blocks * 32
     wanted = {"--tp_size": "4", "--ep_size": "4", "--max_batch_size": "64", "--max_seq_len": "4096"}
     found = options(line)
     assert {name: found[name] for name in wanted} == wanted

@@ -13,7 +13,7 @@ from stagewright.run.sections.serving import EngineSection
 from stagewright.searching.candidates import Candidates
 from stagewright.searching.space import Removed
 from stagewright.serving.deployment import Deployment, InstanceGroup
-from stagewright.serving.instance import instance
+from stagewright.serving.instance import make_instance
 from stagewright.serving.kv_transfer import not_sent
 from stagewright.serving.metrics import RequestLimits, Slo
 from stagewright.serving.schedulers.named import BatchLimits, batch_limits, scheduler_of
@@ -48,7 +48,7 @@ class ServingTarget:
     share: float = 0.9
     """Share of requests that must keep the limits (SLO attainment of DistServe, arXiv 2401.09670,
     which takes 90%)."""
-    most_gpus: int
+    max_gpus: int
     pairs: int = 4
     """Pairs of layouts for prompts and for decode that are simulated, the most promising ones."""
     by_cost: bool = False
@@ -82,7 +82,7 @@ class ServingChoice(NamedTuple):
     @property
     def kind(self) -> tuple[int, int | None, EngineSection]:
         """Layouts and settings of engines, whatever the number of instances."""
-        return self.layout, self.prompts, replace(self.deployment.groups[-1].engines, instances=1)
+        return self.layout, self.prompts, replace(self.deployment.groups[-1].settings, instances=1)
 
 
 class SmallerDeployment(NamedTuple):
@@ -173,19 +173,17 @@ class _LayoutSearch:
         limits: BatchLimits = batch_limits(engines, machine.hardware)
         try:
             execution, share = rows.execution(row), engines.gpu_memory_utilization
-            served = instance(
-                run, rows.model, machine, execution, most_tokens=limits.tokens,
-                most_requests=limits.requests, gpu_memory_utilization=share,
+            served = make_instance(
+                run, rows.model, machine, execution, max_tokens=limits.tokens,
+                max_requests=limits.requests, gpu_memory_utilization=share,
                 drafter=drafter_of(engines, run, rows.model),
             )  # fmt: skip
         except UserError as error:
             self.refuse(FITS if "leave no room" in str(error) else MODELED, str(error))
             return None
-        ahead = engines.async_scheduling and run.pp == 1
-        scheduler = scheduler_of(replace(engines, async_scheduling=ahead), limits)
-        return InstanceGroup(served, engines, limits, scheduler)
+        return InstanceGroup(served, engines, limits, scheduler_of(engines, limits, run.pp))
 
-    def prepared(self, row: int, engines: EngineSection) -> Iterator[ReadyLayout]:
+    def prepare(self, row: int, engines: EngineSection) -> Iterator[ReadyLayout]:
         """Layout with its step times."""
         group = self.group(row, engines)
         if group is not None:
@@ -197,7 +195,7 @@ class _LayoutSearch:
         name, gpus = self.rows.describe(layout.row), layout.group.gpus
         if layout.bounds.why:
             self.refuse(KEEPS, f"{name}: {layout.bounds.why}")
-        elif layout.bounds.fewest * gpus > self.target.most_gpus:
+        elif layout.bounds.fewest * gpus > self.target.max_gpus:
             self.refuse(ENOUGH, f"{name} needs {layout.bounds.fewest * gpus} GPUs or more")
         else:
             return True
@@ -216,9 +214,9 @@ class _LayoutSearch:
         if self._beaten(layout):
             self.refuse(BEATEN, f"{name} needs {layout.bounds.fewest * gpus} GPUs or more")
             return
-        limit = self.target.most_gpus // gpus
+        limit = self.target.max_gpus // gpus
         met = False
-        for attempt in _tried(layout.bounds, limit):
+        for attempt in _attempts(layout.bounds, limit):
             deployment = Deployment((with_instances(layout.group, attempt.count),))
             attempt.meets = self._add(layout.row, deployment).meets
             met |= attempt.meets
@@ -232,11 +230,11 @@ class _LayoutSearch:
         the fewest GPUs that serve already.
         """
         target, load = self.target, self.loads[0]
-        pairs = pairs_of(ready, load.totals, self.loosest, target.most_gpus)
+        pairs = pairs_of(ready, load.totals, self.loosest, target.max_gpus)
         for pair in pairs[: target.pairs]:
             prefill_gpus, decode_gpus = (of.group.gpus for of in pair.layouts)
             gpus = [each.simulated.gpus for each in self.choices if each.simulated.meets]
-            limit = target.most_gpus
+            limit = target.max_gpus
             if gpus and not target.by_cost:
                 limit = min(limit, min(gpus) + prefill_gpus + decode_gpus)
             for attempt in tried_counts(pair, limit):
@@ -277,7 +275,7 @@ class _LayoutSearch:
             self.choices[winner] = choice = choice._replace(simulated=simulated)
             self.dropped.append(choice)
             larger = self._neighbour(choice, 1)
-            if larger is None or larger.gpus > self.target.most_gpus:
+            if larger is None or larger.gpus > self.target.max_gpus:
                 continue
             alike = [other.deployment for other in self.choices if other.kind == choice.kind]
             if counts_of(larger) not in map(counts_of, alike):
@@ -320,14 +318,14 @@ class _LayoutSearch:
         One more is of the kind whose limit binds.
         """
         groups = [*choice.deployment.groups]
-        able = [n for n, group in enumerate(groups) if group.engines.instances + change >= 1]
+        able = [n for n, group in enumerate(groups) if group.settings.instances + change >= 1]
         if not able:
             return None
         if change > 0 and len(groups) > 1:
             place = 1 if choice.simulated.binding == "TPOT" else 0
         else:
             place = max(able, key=lambda n: groups[n].instance.gpus)
-        count = groups[place].engines.instances + change
+        count = groups[place].settings.instances + change
         groups[place] = with_instances(groups[place], count)
         return replace(choice.deployment, groups=tuple(groups))
 
@@ -338,7 +336,7 @@ class _LayoutSearch:
         """
         gpus = layout.bounds.fewest * layout.group.gpus
         usd = self._price(layout.row) * gpus
-        fastest = 1 / layout.bounds.least_tpot
+        fastest = 1 / layout.bounds.min_tpot
         return any(
             choice.simulated.meets
             and choice.simulated.gpus <= gpus
@@ -375,12 +373,12 @@ class _LayoutSearch:
 
 def counts_of(deployment: Deployment) -> tuple[int, ...]:
     """Instances of each group, those that compute prompts first."""
-    return tuple(group.engines.instances for group in deployment.groups)
+    return tuple(group.settings.instances for group in deployment.groups)
 
 
 def with_instances(group: InstanceGroup, count: int) -> InstanceGroup:
     """The group with another number of instances."""
-    return replace(group, engines=replace(group.engines, instances=count))
+    return replace(group, settings=replace(group.settings, instances=count))
 
 
 def search_serving(
@@ -403,10 +401,10 @@ def search_serving(
     try:
         ready: list[ReadyLayout] = []
         for row in range(len(rows)):
-            count = target.most_gpus // int(rows.world_size[row])
+            count = target.max_gpus // int(rows.world_size[row])
             candidates += (len(loads) if closed else count) * len(engines)
             for each in engines:
-                ready += search.prepared(row, each)
+                ready += search.prepare(row, each)
             if progress is not None:
                 progress(row + 1, 2 * len(rows))
         able = sorted(
@@ -436,10 +434,10 @@ def search_serving(
         search.front(disaggregated=True), (), {}, search.dropped, search.confirmed, removed,
         candidates, stopped,
     )  # fmt: skip
-    return _explained(ranking, search)
+    return _explain(ranking, search)
 
 
-def _explained(ranking: ServingRanking, search: _LayoutSearch) -> ServingRanking:
+def _explain(ranking: ServingRanking, search: _LayoutSearch) -> ServingRanking:
     """The ranking with ties of the winner and deployments of an instance less, or the closest."""
     if not ranking.best:
         try:
@@ -476,7 +474,7 @@ class _Try:
     meets: bool = False
 
 
-def _tried(bounds: LayoutBounds, limit: int) -> Iterator[_Try]:
+def _attempts(bounds: LayoutBounds, limit: int) -> Iterator[_Try]:
     """Numbers of instances to simulate until the fewest are known; begins with the guess."""
     low, high, step = bounds.fewest - 1, limit + 1, 1
     count = min(bounds.guess, limit)

@@ -46,12 +46,12 @@ class LoadTotals:
     @classmethod
     def of(cls, workload: Workload, share: float) -> Self:
         """Totals of a workload whose `share` must keep the limits."""
-        waits = workload.after is not None or workload.concurrency is not None
+        waits = workload.predecessor is not None or workload.concurrency is not None
         return cls(
             np.array(workload.prompt, dtype=np.int64),
             np.array(workload.output, dtype=np.int64),
             math.inf if waits else max(workload.arrival, default=0.0),
-            workload.chains is not None or workload.after is not None,
+            workload.chains is not None or workload.predecessor is not None,
             share,
             len(workload) + sum(workload.rejected.values()),
         )
@@ -90,13 +90,13 @@ class LoadTotals:
 class LayoutBounds:
     """Bounds of a layout."""
 
-    least_tpot: float
+    min_tpot: float
     """Lower bound of the seconds between the tokens of a request."""
     per_token: float
     """Lower bound of the seconds of an engine for an output token."""
     per_prompt_token: float
     """Lower bound of the seconds of an engine for a token of a prompt."""
-    least_ttft: float
+    min_ttft: float
     """Seconds to the first token of the longest prompt that must keep its limit, alone."""
     fewest: int
     """Lower bound of the number of instances; 0: no number of them keeps the limits."""
@@ -122,11 +122,11 @@ def layout_bounds(group: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutBou
     block = group.instance.cache.block_size
     shortest, mean_prompt = int(load.prompt.min()), float(load.prompt.mean())
     # Requests that share blocks may be as many as a step may have.
-    room = group.limits.requests if load.shared else group.blocks * block // (shortest + 1)
+    room = group.limits.requests if load.shared else group.num_blocks * block // (shortest + 1)
     max_requests = max(1, min(group.limits.requests, room))
     requests = np.arange(1, max_requests + 1)
     replicas, drafts = group.instance.replicas, group.drafts
-    tokens_of_step = 1 if drafts is None else drafts.most
+    tokens_of_step = 1 if drafts is None else drafts.max_tokens
 
     def alone_seconds(seconds: float, tokens: int, requests: int) -> float:
         """Seconds of a step while all other replicas are idle."""
@@ -157,13 +157,13 @@ def layout_bounds(group: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutBou
     ]
     per_prompt_token = 0.0 if load.shared else min(prompts)
     longest = int(np.sort(load.prompt)[max(0, len(load.prompt) - 1 - max(load.misses, 0))])
-    least_ttft = 0.0
+    min_ttft = 0.0
     if not load.shared and longest <= group.limits.tokens:
         pairs = longest * (longest + 1) // 2
-        least_ttft = alone_seconds(times.step(longest, pairs, longest, 1), longest, 1)
-        least_ttft += group.host.before_prefill(longest)
-    least_tpot = float(decode.min()) / tokens_of_step
-    bounds = LayoutBounds(least_tpot, per_token, per_prompt_token, least_ttft, 0, "", 0)
+        min_ttft = alone_seconds(times.step(longest, pairs, longest, 1), longest, 1)
+        min_ttft += group.host.seconds_to_router(longest)
+    min_tpot = float(decode.min()) / tokens_of_step
+    bounds = LayoutBounds(min_tpot, per_token, per_prompt_token, min_ttft, 0, "", 0)
     why = _too_long(group, load) or _never(bounds, load, slo)
     if why:
         return replace(bounds, why=why)
@@ -181,7 +181,7 @@ def _too_long(group: InstanceGroup, load: LoadTotals) -> str:
     """Reason why instances cannot serve enough requests; empty if they can."""
     room = group.max_model_len - load.prompt
     most = load.prompt + np.minimum(load.output, room) - 1
-    fits = (room > 0) & (load.prompt <= group.max_prompt) & (most <= group.room)
+    fits = (room > 0) & (load.prompt <= group.max_prompt) & (most <= group.max_request_tokens)
     lost = int((~fits).sum())
     if lost <= load.may_miss(len(load.prompt), measured=False):
         return ""
@@ -190,9 +190,9 @@ def _too_long(group: InstanceGroup, load: LoadTotals) -> str:
 
 def _never(bounds: LayoutBounds, load: LoadTotals, slo: Slo) -> str:
     """Why no number of instances keeps the limits; empty: some may."""
-    if slo.tpot is not None and bounds.least_tpot > slo.tpot and load.decodes:
+    if slo.tpot is not None and bounds.min_tpot > slo.tpot and load.decodes:
         return "a step of decode alone takes longer than --tpot"
-    if slo.ttft is not None and bounds.least_ttft > slo.ttft:
+    if slo.ttft is not None and bounds.min_ttft > slo.ttft:
         return "a prompt alone takes longer than --ttft"
     return ""
 
@@ -218,7 +218,7 @@ def _guess(group: InstanceGroup, load: LoadTotals, slo: Slo, requests: Int, prom
     length = 1.0 if drafts is None else drafts.length
     context = int(prompt + output / 2)
     counts = np.unique(np.geomspace(1, len(requests), 40).astype(int))
-    counts = counts[counts * context <= group.blocks * group.instance.cache.block_size]
+    counts = counts[counts * context <= group.num_blocks * group.instance.cache.block_size]
     if not len(counts):
         counts = np.array([1])
     tokens = min(group.limits.tokens, max(1, int(prompt)))

@@ -23,7 +23,7 @@ from stagewright.searching.request import SearchRequest, search_request
 from stagewright.searching.space import Space
 from stagewright.time.hardware import Hardware, resolve
 
-MOST_GPUS = 256
+MAX_GPUS = 256
 """GPUs of all instances by default."""
 NODES = 4
 """Nodes of an instance at most, where a quarter of one does not hold the weights."""
@@ -36,7 +36,7 @@ def layouts(
     path: str | Path | None = None,
     *,
     hardware: Sequence[str | Hardware],
-    most_gpus: int = MOST_GPUS,
+    max_gpus: int = MAX_GPUS,
     vary: Mapping[str, Any] | None = None,
     config: ModelConfig | None = None,
 ) -> SearchRequest:
@@ -52,7 +52,7 @@ def layouts(
         raise UserError("Missing option '--hardware'; see `stagewright hardware` for names.")
     model = config or model_of(str(given.get("model", "")), str(given.get("as_family") or ""))
     experts = model.num_experts > 0
-    most = min(most_gpus, max(_sizes(model, of) for of in systems))
+    most = min(max_gpus, max(_sizes(model, of) for of in systems))
     domain = max(of.scale_up.gpus for of in systems)
     degrees = {
         "tp": _doubling(min(domain, most)),
@@ -61,11 +61,11 @@ def layouts(
     }
     named = {n: values_of(int, given[n], n) for n in degrees if n in given}
     if named.keys() == degrees.keys():
-        most = most_gpus
+        most = max_gpus
     lists: dict[str, Sequence[Any]] = {**degrees, **named}
     sizes = sorted({t * p * d for t, p, d in product(*lists.values()) if t * p * d <= most})
     if not sizes:
-        raise UserError(f"no layout of those asked for has at most {most_gpus} GPUs; raise --gpus")
+        raise UserError(f"no layout of those asked for has at most {max_gpus} GPUs; raise --gpus")
     given |= {name: ",".join(map(str, of)) for name, of in lists.items()}
     of = search_request(
         given | {"mode": "decode"}, path, hardware=systems, gpus=sizes, vary=vary, model=config

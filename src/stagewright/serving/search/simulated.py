@@ -19,7 +19,7 @@ from stagewright.serving.metrics import (
     Slo,
 )
 from stagewright.serving.search.bounds import LoadTotals
-from stagewright.serving.steadiness import arrivals_measured
+from stagewright.serving.steadiness import arrival_window
 from stagewright.serving.workload import Records, Workload
 
 SPAN = 10.0
@@ -101,7 +101,7 @@ class _Missed:
     def __call__(self, work: Workload, records: Records, at: float) -> bool:
         """True if too many requests have missed, of the window and of all."""
         arrival = np.frombuffer(records.arrival)
-        window = arrivals_measured(arrival[np.isfinite(arrival)], len(work))
+        window = arrival_window(arrival[np.isfinite(arrival)], len(work))
         if window is None:
             return False
         times = RequestTimes.at_least(work, records, at)
@@ -124,7 +124,7 @@ def simulate_load(deployment: Deployment, load: ServingLoad, slo: Slo) -> Simula
     outcome, accepted = deployment.run(load.workload, stop_early=missed)
     if outcome.stopped:
         raise KeyboardInterrupt
-    summary = deployment.summarized(outcome, accepted, slo).summary
+    summary = deployment.summarize(outcome, accepted, slo).summary
     e2e, arrival = RequestTimes.of(outcome).e2e, np.frombuffer(outcome.records.arrival)
     longest = float(load.totals.longest_good(slo))
     wanted = SPAN * min(float(e2e.mean()) if len(e2e) else longest, longest)

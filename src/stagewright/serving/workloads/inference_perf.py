@@ -10,7 +10,7 @@ from typing import Any, cast
 from stagewright.errors import UserError
 from stagewright.files import from_yaml, read_text
 from stagewright.serving.workload import Workload
-from stagewright.serving.workloads.synthetic import LoadStage, SharedPrefix, staged
+from stagewright.serving.workloads.synthetic import LoadStage, SharedPrefix, load_in_stages
 
 
 def read_profile(path: str, seed: int = 0) -> Workload:
@@ -38,7 +38,9 @@ def read_profile(path: str, seed: int = 0) -> Workload:
         of.name: int(_number(prefix, of.name, where, whole=True)) for of in fields(SharedPrefix)
     }
     poisson = load.get("type") == "poisson"
-    return staged(tuple(_stage(row, path) for row in stages), SharedPrefix(**counts), poisson, seed)
+    return load_in_stages(
+        tuple(_stage(row, path) for row in stages), SharedPrefix(**counts), poisson, seed
+    )
 
 
 def _stage(value: Any, path: str) -> LoadStage:

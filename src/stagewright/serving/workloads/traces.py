@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, cast
 from stagewright.errors import UserError, either
 from stagewright.files import from_json, read_bytes
 from stagewright.run.sections.declare import LARGEST
-from stagewright.serving.workload import NO_CHAIN, Chain, Workload, folded
+from stagewright.serving.workload import NO_CHAIN, Chain, Workload, fold
 from stagewright.serving.workloads.clients import (
     is_detailed,
     is_summary,
@@ -148,7 +148,7 @@ def read(path: str | Path, *, speed: float = 1.0, limit: int | None = None) -> W
         array("d", (0.0 if closed_loop else (row.at - first) / speed for row in rows)),
         array("i", (row.prompt for row in rows)),
         array("i", (row.output for row in rows)),
-        folded([row.chain for row in rows]) if any(row.chain[0] for row in rows) else None,
+        fold([row.chain for row in rows]) if any(row.chain[0] for row in rows) else None,
         session=array("i", (sessions[r.session] for r in rows)) if len(sessions) > 1 else None,
         concurrency=users,
         rejected=dict(file.rejected),
@@ -400,13 +400,13 @@ def _duration(cells: Mapping[str, Any], name: str, unit: float, where: str) -> f
 def _chain(hashes: Any, prompt: int, where: str) -> Chain:
     """Mooncake's ids: equal ids stand for equal tokens up to the end of their blocks."""
     count = -(-max(prompt, 0) // BLOCK)
-    keys = block_ids(hashes, where)[:count]
-    if len(keys) < count:
+    segments = block_ids(hashes, where)[:count]
+    if len(segments) < count:
         raise UserError(
-            f"{where}: hash_ids has {len(keys)} ids, wanted {count}: one for each {BLOCK} of the "
-            f"prompt's {prompt} tokens"
+            f"{where}: hash_ids has {len(segments)} ids, wanted {count}: one for each {BLOCK} of "
+            f"the prompt's {prompt} tokens"
         )
-    return keys, (*range(BLOCK, BLOCK * len(keys), BLOCK), prompt)
+    return segments, (*range(BLOCK, BLOCK * len(segments), BLOCK), prompt)
 
 
 def block_ids(hashes: Any, where: str) -> tuple[int, ...]:

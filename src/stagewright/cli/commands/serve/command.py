@@ -193,9 +193,9 @@ def _about_constants(of: Serving) -> list[str]:
 def _about_drafts(of: InstanceGroup) -> list[str]:
     """Notes on assumptions about the drafter."""
     model, drafter = of.instance.model, of.instance.drafter
-    if of.engines.speculative_method == "mtp":
+    if of.settings.speculative_method == "mtp":
         return [f"drafts come from a layer like the last one of {model.name}, used for each draft"]
-    if of.drafts is None or drafter is not None or of.engines.speculative_method == "ngram":
+    if of.drafts is None or drafter is not None or of.settings.speculative_method == "ngram":
         return []
     return ["drafts take no time; --speculative-method says who drafts"]
 
@@ -206,7 +206,7 @@ def report(of: Serving, compared: Sequence[Table], out: Console) -> None:
 
     found, group = of.summary, of.group
     out.print(of.describe())
-    blocks = group.blocks
+    blocks = group.num_blocks
     size = group.instance.cache.block_size
     out.print(
         f"KV cache of an engine: {quantity(blocks * size, 'tokens')} ({blocks:,} blocks of {size});"
@@ -233,7 +233,7 @@ def report(of: Serving, compared: Sequence[Table], out: Console) -> None:
             out.print(closest)
     if found.classes:
         print_table(of.classes(), out)
-    if of.outcome.workload.after is not None:
+    if of.outcome.workload.predecessor is not None:
         out.print(
             f"interactivity: {of.interactivity:,.1f} tokens/s per user, end to end (1 / p90 of E2E "
             "per output token)"

@@ -15,7 +15,7 @@ class EngineSection:
 
     instances: Count = setting(
         1,
-        "Engines, each with all ranks of the layout.",
+        "Instances, each with all ranks of the layout.",
         names=("decode-instances", "decode-workers"),
     )
     router: Text = setting(
