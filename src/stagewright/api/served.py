@@ -212,7 +212,7 @@ def _values(group: InstanceGroup) -> dict[str, Any]:
         "hardware": group.instance.machine.hardware.name,
         "gpus": group.gpus,
         "kv_blocks": group.num_blocks,
-        "scheduler": group.settings.scheduler,
+        "scheduler": group.scheduler_name,
     }
 
 

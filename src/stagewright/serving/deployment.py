@@ -33,6 +33,7 @@ from stagewright.serving.operation import InstanceEvents
 from stagewright.serving.routers import router_of
 from stagewright.serving.schedulers.named import (
     BatchLimits,
+    class_of,
     refuse_chunks_below_a_block,
 )
 from stagewright.serving.schedulers.priority import VllmByPriority
@@ -96,8 +97,18 @@ class InstanceGroup:
 
     @property
     def host(self) -> HostTimes:
-        """Host times of the serving engine whose scheduler the settings name; zero if not measured."""
+        """Host times by the scheduler of the settings; zero if they were not measured.
+
+        Where a scheduler is given as an object, the setting has its default: vLLM's times count.
+        """
         return HOSTS.get(self.settings.scheduler, HostTimes())
+
+    @property
+    def scheduler_name(self) -> str:
+        """Name of the scheduler in the settings; of an object that differs, its class."""
+        named = class_of(self.settings.scheduler)
+        scheduler = type(self.scheduler)
+        return self.settings.scheduler if scheduler is named else scheduler.__name__
 
     @property
     def drafts(self) -> Drafts | None:

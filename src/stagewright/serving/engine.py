@@ -284,7 +284,7 @@ class Engine:
         for the whole prompt), or if the prompt is longer and must not be `chunked`.
         """
         request = self.waiting[0]
-        size, kv_cache = self.block_size, self.kv_cache
+        size, kv_cache, records = self.block_size, self.kv_cache, self.records
         segments, ends = NO_CHAIN if self._chains is None else self._chains[request]
         preempted = request in self._preempted
         if segments or preempted:
@@ -307,10 +307,10 @@ class Engine:
             return 0
         if preempted:
             kv_cache.resume(request, private_blocks)
-        elif math.isnan(self.records.scheduled[request]):
-            self.records.scheduled[request] = self.now
+        elif math.isnan(records.scheduled[request]):
+            records.scheduled[request] = self.now
             if cached_blocks:
-                self.records.cached[request] = cached_blocks * size
+                records.cached[request] = cached_blocks * size
         if hit.segments:
             kv_cache.hold(request, hit)
         taken = -(-(tokens if self.allocate_whole_prompt else computed) // size) - cached_blocks

@@ -48,9 +48,8 @@ def test_a_step_has_several_requests_where_positions_are_learned():
     few = capacity(10e9, model="gpt2", tokens=1024)
     found = capacity(10e9, model="gpt2", tokens=8192)
     assert found.bytes_per_token == few.bytes_per_token == 2 * 12 * 768 * 2
-    assert (
-        few.num_blocks * 0.9 < found.num_blocks < few.num_blocks
-    )  # activations of eight times the tokens
+    # Activations of eight times the tokens
+    assert few.num_blocks * 0.9 < found.num_blocks < few.num_blocks
 
 
 def test_weights_that_leave_no_room_are_named_with_what_would_help():

@@ -193,16 +193,18 @@ class StepTimes:
 
     # ---- decode ----------------------------------------------------------------------------------
 
-    def linear_run(self, requests: int, keys: int) -> DecodeRun:
-        """Run of the next decode steps (`BatchTimes.linear_run`)."""
-        run = self._decode(requests, keys)
-        return run if self.drafting is None else self.drafting.linear_run(run, requests, keys)
+    def linear_run(self, requests: int, keys: int, host: float = 0.0) -> DecodeRun:
+        """Run of the next decode steps (`BatchTimes.linear_run`), with `host` seconds in each."""
+        if self.drafting is None:
+            return self._decode(requests, keys, host)
+        run = self.drafting.linear_run(self._decode(requests, keys), requests, keys)
+        return run._replace(seconds=run.seconds + host)
 
     def decode(self, requests: int, keys: int) -> float:
         """Seconds of one decode step; `keys` in the cache after it, summed over requests."""
         return self.linear_run(requests, keys).seconds
 
-    def _decode(self, requests: int, keys: int) -> DecodeRun:
+    def _decode(self, requests: int, keys: int, host: float = 0.0) -> DecodeRun:
         """Run of the next decode steps, without a drafter."""
         edges, intercepts, slopes = self._pieces.get(requests) or self._decode_pieces(requests)
         n = bisect_right(edges, keys)
@@ -211,7 +213,7 @@ class StepTimes:
             steps = -int(
                 (keys - edges[n]) // requests
             )  # rounded up; each step adds a key per request
-        return DecodeRun(steps, intercepts[n] + slope * keys, slope * requests)
+        return DecodeRun(steps, intercepts[n] + slope * keys + host, slope * requests)
 
     def _decode_pieces(self, requests: int) -> DecodePieces:
         """Seconds of decode steps of `requests` with equal contexts.
@@ -334,8 +336,11 @@ class HostedTimes:
 
     def linear_run(self, requests: int, keys: int) -> DecodeRun:
         """Run of the next decode steps (`BatchTimes.linear_run`)."""
-        run = self.gpu.linear_run(requests, keys)
-        return run if self.host_in_group else self.host.run_with_host(run, requests)
+        if self.host_in_group:
+            return self.gpu.linear_run(requests, keys)
+        if self.host.overlaps_gpu:
+            return self.host.run_with_host(self.gpu.linear_run(requests, keys), requests)
+        return self.gpu.linear_run(requests, keys, self.host.step(requests))
 
     def decode(self, requests: int, keys: int) -> float:
         """Seconds of one decode step (`StepTimes.decode`)."""
