@@ -77,10 +77,10 @@ def test_the_fewest_instances_are_not_below_the_bound(group: InstanceGroup):
             assert found.good >= whole.good - 1e-9
             if not found.stopped:
                 assert found.summary == whole
-            assert not meets or not bounds.why
-            assert not meets or count >= bounds.fewest
+            assert not meets or not bounds.reason
+            assert not meets or count >= bounds.min_instances
             stopped += found.stopped
-            bounded += bool(bounds.why) or bounds.fewest > count
+            bounded += bool(bounds.reason) or bounds.min_instances > count
     assert stopped
     assert bounded
 

@@ -93,7 +93,9 @@ class RemoteKvEngine(Engine):
             return True
         needed = -(-tokens // size) + kv_cache.per_request
         free = (
-            kv_cache.free - self._block_starts[self.decode_step % size] - self.promised(to_the_end)
+            kv_cache.free
+            - self._block_starts[self.decode_step % size]
+            - self.reserved_blocks(to_the_end)
         )
         if to_the_end:
             needed = self.max_blocks(request)
@@ -108,7 +110,7 @@ class RemoteKvEngine(Engine):
         self.pulls.append((request, remote - hit.blocks * size))
         return True
 
-    def promised(self, to_the_end: bool) -> int:
+    def reserved_blocks(self, to_the_end: bool) -> int:
         """Blocks that requests with loading or loaded cache still need: for the prompt, or all."""
         size, per_request = self.block_size, self.kv_cache.per_request
         tokens_of = {**self.loading, **self._loaded}
@@ -348,10 +350,10 @@ class RemoteKvScheduler(SchedulerWrapper):
             local.append(deferred.popleft())
         engine.waiting = local
         num_running = len(engine.running)
-        promised = engine.promised(to_the_end=True) if self.to_the_end else 0
-        engine.kv_cache.free -= promised
+        reserved = engine.reserved_blocks(to_the_end=True) if self.to_the_end else 0
+        engine.kv_cache.free -= reserved
         batch = self.scheduler.schedule(engine)
-        engine.kv_cache.free += promised
+        engine.kv_cache.free += reserved
         deferred.extendleft(reversed(engine.waiting))
         deferred.extendleft(reversed(without_slot))
         engine.waiting = deferred

@@ -7,6 +7,7 @@ logs. A step with prompts draws the power of prompts for as long as it exceeds i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -135,7 +136,7 @@ def serving_expense(
         joules,
         joules / max(window.seconds, 1e-12) / (gpus or 1),
         joules / tokens,
-        None if cost != cost else cost,
+        None if math.isnan(cost) else cost,
     )
 
 

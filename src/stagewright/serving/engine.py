@@ -675,13 +675,14 @@ class Engine:
     def _complete(self, request: int, computed: int) -> None:
         """Release a request that has its last token; `computed` tokens of it are cached."""
         del self.running[request]
-        size = self.block_size
-        segments, ends = self.chain(request)
-        if segments and ends[-1] > self.prompt[request] // size:
-            self.kv_cache.extend(request, segments, ends, computed // size, merge=self.deduplicate)
+        size, kv_cache = self.block_size, self.kv_cache
+        if self._chains is not None:
+            segments, ends = self._chains[request]
+            if segments and ends[-1] > self.prompt[request] // size:
+                kv_cache.extend(request, segments, ends, computed // size, merge=self.deduplicate)
         partial_blocks = int(self.deduplicate and computed % size > 0)
         blocks = self._allocated_blocks(request, computed)
-        self.kv_cache.release(request, blocks, resumable=False, partial_blocks=partial_blocks)
+        kv_cache.release(request, blocks, resumable=False, partial_blocks=partial_blocks)
         self.records.finish[request] = self.now
         self.completed.append(request)
 

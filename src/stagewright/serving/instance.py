@@ -37,7 +37,7 @@ class KvCapacity:
     block_size: int
     """Tokens of a block."""
     num_blocks: int
-    """Number of blocks that fit next to weights and activations."""
+    """Number of blocks that fit beside weights and activations."""
     bytes_per_token: float
     """Bytes on all GPUs of the replica, of layers that keep all tokens.
 
@@ -149,7 +149,7 @@ def kv_capacity(
         for stage in stages
     ]
     if min(blocks) < 1:
-        fullest = max(stages, key=lambda of: of.parameters + of.activations)
+        fullest = max(stages, key=lambda stage: stage.parameters + stage.activations)
         raise UserError(
             f"serve: {run.describe()}: weights ({quantity(fullest.parameters, 'B')}) and "
             f"activations of {max_tokens} tokens ({quantity(fullest.activations, 'B')}) leave no "

@@ -194,7 +194,7 @@ class ServingSimulation:
             None if self._transfers is None else self._transfers.handover,
             refused=dict(self._refused),
             instances=self.instances,
-            up=() if self._operator is None else self._operator.all_up(),
+            up=() if self._operator is None else self._operator.up_times(),
             stages=stages,
         )
 

@@ -18,7 +18,7 @@ from stagewright.serving.kv_transfer import not_sent
 from stagewright.serving.metrics import RequestLimits, Slo
 from stagewright.serving.schedulers.named import BatchLimits, batch_limits, scheduler_of
 from stagewright.serving.search.bounds import LayoutBounds, ReadyLayout, layout_bounds
-from stagewright.serving.search.pairs import LayoutPair, pair_deployment, pairs_of, tried_counts
+from stagewright.serving.search.pairs import LayoutPair, counts_to_try, pair_deployment, pairs_of
 from stagewright.serving.search.simulated import (
     ServingLoad,
     SimulatedLoad,
@@ -107,15 +107,15 @@ class ServingRanking:
     """Choices that keep the limits and that no other one dominates, the cheapest first: none has
     no more GPUs (or cost, or throughput per GPU) and faster tokens."""
     disaggregated: Sequence[int]
-    """The same of choices with instances for prompts and for decode."""
+    """Choices with instances for prompts and for decode, as `aggregated`."""
     ties: Sequence[int]
     """Choices as cheap as the first, of other layouts, which have slower tokens."""
     smaller: Mapping[int, SmallerDeployment]
-    """The first of each table, by choice, with an instance less; none of single instances."""
+    """Deployments with an instance less than the first of each table, by choice."""
     dropped: Sequence[ServingChoice]
-    """Former winners, which did not keep the limits for `CONFIRMATION` times as many requests."""
+    """First choices that missed the limits under `CONFIRMATION` times as many requests."""
     confirmed: Mapping[int, SimulatedLoad]
-    """The first of each table, by choice, under `CONFIRMATION` times as many requests."""
+    """Loads of `CONFIRMATION` times as many requests on the first of each table, by choice."""
     removed: Sequence[Removed]
     """Layouts that no number of instances can serve with, by reason."""
     candidates: int
@@ -123,7 +123,7 @@ class ServingRanking:
     stopped: bool = False
     """Interrupted by the user."""
     closest: ServingChoice | None = None
-    """If no choice keeps the limits: the choice that comes closest, simulated to the end."""
+    """Choice that comes closest if none keeps the limits, simulated to the end."""
 
     @property
     def best(self) -> list[int]:
@@ -135,8 +135,8 @@ class ServingRanking:
 
     def cost(self, choice: int) -> tuple[float, float, int]:
         """Sort key of a choice: its objective, then the slowness of its tokens; less is better."""
-        of = self.choices[choice]
-        return (*_cost(of, self.closed, self.target.by_cost), choice)
+        cost = _cost(self.choices[choice], self.closed, self.target.by_cost)
+        return (*cost, choice)
 
 
 def _cost(choice: ServingChoice, closed: bool, by_cost: bool) -> tuple[float, float]:
@@ -156,10 +156,10 @@ class _LayoutSearch:
     loads: list[ServingLoad]
     closed: bool
     loosest: Slo
-    """Limits that no request may exceed, of whichever class: what bounds are of."""
+    """Limits that no request of any class may exceed; `bounds` are computed from these."""
     choices: list[ServingChoice] = field(default_factory=list[ServingChoice])
     confirmed: dict[int, SimulatedLoad] = field(default_factory=dict[int, SimulatedLoad])
-    """Winners, by choice, and what came of serving more requests."""
+    """Loads of more requests on the winners, by choice."""
     dropped: list[ServingChoice] = field(default_factory=list[ServingChoice])
     refused: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
@@ -190,13 +190,13 @@ class _LayoutSearch:
             bounds = layout_bounds(group, self.loads[0].totals, self.loosest)
             yield ReadyLayout(row, group, bounds)
 
-    def able(self, layout: ReadyLayout) -> bool:
-        """True if some number of instances may serve the load."""
+    def may_serve(self, layout: ReadyLayout) -> bool:
+        """True if some number of instances may serve the load; otherwise notes why not."""
         name, gpus = self.rows.describe(layout.row), layout.group.gpus
-        if layout.bounds.why:
-            self.refuse(KEEPS, f"{name}: {layout.bounds.why}")
-        elif layout.bounds.fewest * gpus > self.target.max_gpus:
-            self.refuse(ENOUGH, f"{name} needs {layout.bounds.fewest * gpus} GPUs or more")
+        if layout.bounds.reason:
+            self.refuse(KEEPS, f"{name}: {layout.bounds.reason}")
+        elif layout.bounds.min_instances * gpus > self.target.max_gpus:
+            self.refuse(ENOUGH, f"{name} needs {layout.bounds.min_instances * gpus} GPUs or more")
         else:
             return True
         return False
@@ -208,11 +208,11 @@ class _LayoutSearch:
                 return
 
     def search_fewest(self, layout: ReadyLayout) -> None:
-        """The fewest instances that keep the limits, between the bound and the most."""
+        """Find the fewest instances that keep the limits, from the lower bound to all GPUs."""
         gpus = layout.group.gpus
         name = self.rows.describe(layout.row)
         if self._beaten(layout):
-            self.refuse(BEATEN, f"{name} needs {layout.bounds.fewest * gpus} GPUs or more")
+            self.refuse(BEATEN, f"{name} needs {layout.bounds.min_instances * gpus} GPUs or more")
             return
         limit = self.target.max_gpus // gpus
         met = False
@@ -232,12 +232,12 @@ class _LayoutSearch:
         target, load = self.target, self.loads[0]
         pairs = pairs_of(ready, load.totals, self.loosest, target.max_gpus)
         for pair in pairs[: target.pairs]:
-            prefill_gpus, decode_gpus = (of.group.gpus for of in pair.layouts)
+            prefill_gpus, decode_gpus = (layout.group.gpus for layout in pair.layouts)
             gpus = [each.simulated.gpus for each in self.choices if each.simulated.meets]
             limit = target.max_gpus
             if gpus and not target.by_cost:
                 limit = min(limit, min(gpus) + prefill_gpus + decode_gpus)
-            for attempt in tried_counts(pair, limit):
+            for attempt in counts_to_try(pair, limit):
                 deployment = pair_deployment(pair, attempt.prompts, attempt.decode)
                 simulated = self._add(pair.decode.row, deployment, pair=pair)
                 attempt.meets = simulated.meets
@@ -334,7 +334,7 @@ class _LayoutSearch:
 
         It has no more GPUs, no higher price and faster tokens.
         """
-        gpus = layout.bounds.fewest * layout.group.gpus
+        gpus = layout.bounds.min_instances * layout.group.gpus
         usd = self._price(layout.row) * gpus
         fastest = 1 / layout.bounds.min_tpot
         return any(
@@ -364,7 +364,8 @@ class _LayoutSearch:
         )
         rows = [row] if pair is None else [pair.prompts.row, row]
         usd = sum(
-            self._price(of) * group.gpus for of, group in zip(rows, deployment.groups, strict=True)
+            self._price(row) * group.gpus
+            for row, group in zip(rows, deployment.groups, strict=True)
         )
         prompts = None if pair is None else pair.prompts.row
         self.choices.append(ServingChoice(row, deployment, simulated, usd, prompts, pair))
@@ -408,7 +409,7 @@ def search_serving(
             if progress is not None:
                 progress(row + 1, 2 * len(rows))
         able = sorted(
-            filter(search.able, ready), key=lambda each: each.bounds.guess * each.group.gpus
+            filter(search.may_serve, ready), key=lambda each: each.bounds.guess * each.group.gpus
         )
         for index, each in enumerate(able):
             if closed:
@@ -467,24 +468,26 @@ def _explain(ranking: ServingRanking, search: _LayoutSearch) -> ServingRanking:
 
 
 @dataclass(slots=True)
-class _Try:
+class _Attempt:
     """Number of instances, and whether it keeps the limits."""
 
     count: int
     meets: bool = False
 
 
-def _attempts(bounds: LayoutBounds, limit: int) -> Iterator[_Try]:
+def _attempts(bounds: LayoutBounds, limit: int) -> Iterator[_Attempt]:
     """Numbers of instances to simulate until the fewest are known; begins with the guess."""
-    low, high, step = bounds.fewest - 1, limit + 1, 1
+    low, high, step = bounds.min_instances - 1, limit + 1, 1
     count = min(bounds.guess, limit)
     failed = 0
     while high - low > 1:
-        attempt = _Try(count)
+        attempt = _Attempt(count)
         yield attempt
         if attempt.meets:
             high = count
-            count = max(low + 1, high - step) if low == bounds.fewest - 1 else (low + high) // 2
+            count = (
+                max(low + 1, high - step) if low == bounds.min_instances - 1 else (low + high) // 2
+            )
             step *= 2
         else:
             low, failed = count, failed + 1

@@ -80,8 +80,8 @@ class LoadTotals:
         """True if a request that must keep its limits has several output tokens."""
         return int((self.output > 1).sum()) > self.misses
 
-    def fewest(self, tokens: Int) -> float:
-        """The sum without the largest, which may miss."""
+    def sum_of_good(self, tokens: Int) -> float:
+        """Sum without the largest, of requests that may miss their limits."""
         kept = max(0, len(tokens) - max(self.misses, 0))
         return float(np.sort(tokens)[:kept].sum())
 
@@ -98,10 +98,10 @@ class LayoutBounds:
     """Lower bound of the seconds of an engine for a token of a prompt."""
     min_ttft: float
     """Seconds to the first token of the longest prompt that must keep its limit, alone."""
-    fewest: int
-    """Lower bound of the number of instances; 0: no number of them keeps the limits."""
-    why: str
-    """Why no number of instances does."""
+    min_instances: int
+    """Lower bound of the number of instances; 0: no number of instances keeps the limits."""
+    reason: str
+    """Reason why no number of instances keeps the limits; empty if some may."""
     guess: int
     """Instances that a steady state would need."""
 
@@ -117,7 +117,7 @@ class ReadyLayout(NamedTuple):
 
 
 def layout_bounds(group: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutBounds:
-    """The bounds of a layout, and a guess of how many instances the load needs."""
+    """Bounds of a layout, and a guess of how many instances the load needs."""
     times = group.instance.times.of_replica(group.host)
     block = group.instance.cache.block_size
     shortest, mean_prompt = int(load.prompt.min()), float(load.prompt.mean())
@@ -164,24 +164,25 @@ def layout_bounds(group: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutBou
         min_ttft += group.host.seconds_to_router(longest)
     min_tpot = float(decode.min()) / tokens_of_step
     bounds = LayoutBounds(min_tpot, per_token, per_prompt_token, min_ttft, 0, "", 0)
-    why = _too_long(group, load) or _never(bounds, load, slo)
-    if why:
-        return replace(bounds, why=why)
+    reason = _too_long(group, load) or _never(bounds, load, slo)
+    if reason:
+        return replace(bounds, reason=reason)
     busy = max(
-        load.fewest(np.maximum(load.output - 1, 0)) * per_token,
-        load.fewest(load.prompt) * per_prompt_token,
+        load.sum_of_good(np.maximum(load.output - 1, 0)) * per_token,
+        load.sum_of_good(load.prompt) * per_prompt_token,
     )
     room_in_time = load.span + _slack(load, slo)
-    fewest = max(1, math.ceil(busy / room_in_time / group.instance.replicas - 1e-9))
+    min_instances = max(1, math.ceil(busy / room_in_time / group.instance.replicas - 1e-9))
     guess = _guess(group, load, slo, requests, mean_prompt)
-    return replace(bounds, fewest=fewest, guess=max(fewest, guess))
+    return replace(bounds, min_instances=min_instances, guess=max(min_instances, guess))
 
 
 def _too_long(group: InstanceGroup, load: LoadTotals) -> str:
     """Reason why instances cannot serve enough requests; empty if they can."""
-    room = group.max_model_len - load.prompt
-    most = load.prompt + np.minimum(load.output, room) - 1
-    fits = (room > 0) & (load.prompt <= group.max_prompt) & (most <= group.max_request_tokens)
+    max_output = group.max_model_len - load.prompt
+    tokens = load.prompt + np.minimum(load.output, max_output) - 1
+    fits = (max_output > 0) & (load.prompt <= group.max_prompt)
+    fits &= tokens <= group.max_request_tokens
     lost = int((~fits).sum())
     if lost <= load.may_miss(len(load.prompt), measured=False):
         return ""
@@ -189,7 +190,7 @@ def _too_long(group: InstanceGroup, load: LoadTotals) -> str:
 
 
 def _never(bounds: LayoutBounds, load: LoadTotals, slo: Slo) -> str:
-    """Why no number of instances keeps the limits; empty: some may."""
+    """Reason why no number of instances keeps the limits; empty if some may."""
     if slo.tpot is not None and bounds.min_tpot > slo.tpot and load.decodes:
         return "a step of decode alone takes longer than --tpot"
     if slo.ttft is not None and bounds.min_ttft > slo.ttft:

@@ -338,9 +338,10 @@ class HostedTimes:
         """Run of the next decode steps (`BatchTimes.linear_run`)."""
         if self.host_in_group:
             return self.gpu.linear_run(requests, keys)
-        if self.host.overlaps_gpu:
-            return self.host.run_with_host(self.gpu.linear_run(requests, keys), requests)
-        return self.gpu.linear_run(requests, keys, self.host.step(requests))
+        host = self.host
+        if host.overlaps_gpu:
+            return host.run_with_host(self.gpu.linear_run(requests, keys), requests)
+        return self.gpu.linear_run(requests, keys, host.step(requests))
 
     def decode(self, requests: int, keys: int) -> float:
         """Seconds of one decode step (`StepTimes.decode`)."""

@@ -35,7 +35,8 @@ def read_profile(path: str, seed: int = 0) -> Workload:
     prefix = _mapping(data, "shared_prefix", path)
     where = f"{path}: shared_prefix"
     counts = {
-        of.name: int(_number(prefix, of.name, where, whole=True)) for of in fields(SharedPrefix)
+        field.name: int(_number(prefix, field.name, where, whole=True))
+        for field in fields(SharedPrefix)
     }
     poisson = load.get("type") == "poisson"
     return load_in_stages(

@@ -16,7 +16,7 @@ from stagewright.errors import UserError
 from stagewright.run.sections.declare import LARGEST
 from stagewright.serving.workload import Chain, Workload, with_concurrency
 
-MOST_REQUESTS = 10_000_000
+MAX_REQUESTS = 10_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +43,8 @@ class Lengths:
     def _one(self, longest: int, random: Random) -> int:
         if self.range_ratio == 1:
             return longest
-        least = max(1, math.floor(longest * self.range_ratio))
-        return least + int(random.random() * (longest - least + 1))
+        shortest = max(1, math.floor(longest * self.range_ratio))
+        return shortest + int(random.random() * (longest - shortest + 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +93,8 @@ class Arrivals:
 
 def check_count(requests: int) -> int:
     """A number of requests; raises UserError for one that nobody can wait for."""
-    if not 1 <= requests <= MOST_REQUESTS:
-        raise UserError(f"--num-requests is {requests}, wanted 1 to {MOST_REQUESTS}")
+    if not 1 <= requests <= MAX_REQUESTS:
+        raise UserError(f"--num-requests is {requests}, wanted 1 to {MAX_REQUESTS}")
     return requests
 
 

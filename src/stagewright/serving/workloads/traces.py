@@ -76,11 +76,11 @@ FORMATS: Mapping[str, Mapping[str, str]] = {
         "error": "error", "metadata.benchmark_phase": "phase",
     },
 }  # fmt: skip
-"""By tool: its keys, and for each the field of a `TraceRow` with its unit. The first key counts.
+"""Keys of each tool, with the field of a `TraceRow` and its unit. The first key counts.
 
 Without Mooncake's other names a `timestamp` is in seconds."""
 
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 BLOCK = 512
 """Tokens of a block of Mooncake's `hash_ids` (kvcache-ai/Mooncake, FAST25-release/traces)."""
 WANTED = "a trace of requests in JSONL or CSV"
@@ -115,12 +115,12 @@ class TraceRow(NamedTuple):
 
 
 class TraceFile(NamedTuple):
-    """The requests of a file."""
+    """Requests of a file."""
 
     rows: Sequence[TraceRow]
-    """By arrival."""
+    """Rows in order of arrival."""
     rejected: Mapping[str, int]
-    """Rows that are no requests: how many, by reason."""
+    """Number of rows that are no requests, by reason."""
     load: Mapping[str, Any]
     """Settings of the client, where the file is the result of one."""
     rates: Mapping[str, float]
@@ -214,15 +214,15 @@ def summary_of(path: str | Path) -> Mapping[str, Any] | None:
 
 def _text(path: str | Path) -> str:
     """The text of a file, unpacked where its name ends in .gz."""
-    content = read_bytes(path, WANTED, MOST_BYTES)
+    content = read_bytes(path, WANTED, MAX_BYTES)
     if Path(path).suffix == ".gz":
         reader = zlib.decompressobj(wbits=31)
         try:
-            content = reader.decompress(content, MOST_BYTES)
+            content = reader.decompress(content, MAX_BYTES)
         except zlib.error as error:
             raise UserError(f"{path}: is not a file of gzip: {error}; wanted {WANTED}") from None
         if not reader.eof:
-            raise UserError(f"{path}: is cut off, or over {MOST_BYTES} bytes; wanted {WANTED}")
+            raise UserError(f"{path}: is cut off, or over {MAX_BYTES} bytes; wanted {WANTED}")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -286,7 +286,7 @@ def _rows_of_csv(text: str, path: str | Path) -> Iterator[tuple[str, Mapping[str
 
 @lru_cache(64)
 def _columns(keys: tuple[str, ...]) -> Mapping[str, tuple[str, float]]:
-    """By field: its key among these, and the seconds of one of its unit."""
+    """Key of each field, among `keys`, and seconds of a unit of its values."""
     columns: dict[str, tuple[str, float]] = {}
     for meanings in FORMATS.values():
         for key, meaning in meanings.items():
