@@ -21,7 +21,7 @@ class StepLog:
     """
 
     def __init__(self) -> None:
-        """Empty log; `add(series)` and others append."""
+        """Empty log; `add`, `add_gap` and `add_without_gaps` append a series."""
         self._steps = array("d")  # steps that are also the gaps of all their requests
         self._gaps = array("d")  # gaps longer than a step: of skipped or preempted requests
         self._other_steps = array("d")  # steps whose gaps, if any, are in `_gaps`

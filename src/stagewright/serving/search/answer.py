@@ -111,7 +111,8 @@ class ServingRanking:
     ties: Sequence[int]
     """Choices as cheap as the first, of other layouts, which have slower tokens."""
     smaller: Mapping[int, SmallerDeployment]
-    """Deployments with an instance less than the first of each table, by choice."""
+    """Deployments with an instance less than the first of each table, by choice; none of one
+    instance."""
     dropped: Sequence[ServingChoice]
     """First choices that missed the limits under `CONFIRMATION` times as many requests."""
     confirmed: Mapping[int, SimulatedLoad]

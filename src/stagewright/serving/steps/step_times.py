@@ -210,9 +210,8 @@ class StepTimes:
         n = bisect_right(edges, keys)
         slope, steps = slopes[n], UNLIMITED
         if n < len(edges):
-            steps = -int(
-                (keys - edges[n]) // requests
-            )  # rounded up; each step adds a key per request
+            # Rounded up: each step adds a key per request.
+            steps = -int((keys - edges[n]) // requests)
         return DecodeRun(steps, intercepts[n] + slope * keys + host, slope * requests)
 
     def _decode_pieces(self, requests: int) -> DecodePieces:
