@@ -22,7 +22,7 @@ from stagewright.evidence.rows import Prediction
 from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.serving.engines import EngineSection
 from stagewright.serving.deployment import InstanceGroup
-from stagewright.serving.instance import Instance, instance
+from stagewright.serving.instance import Instance, make_instance
 from stagewright.serving.metrics import ServingSummary, Slo
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
 from stagewright.serving.speculative import drafter_of
@@ -118,7 +118,9 @@ def server(
     run, how = run.model_copy(update={"mode": "decode"}), Execution(serving_engine=engine)
     machine = Machine.of(resolve(hardware), gpus=run.world_size)
     drafter = drafter_of(EngineSection(speculative_method="mtp"), run, model)
-    return instance(run, model, machine, how, most_tokens=16384, most_requests=256, drafter=drafter)
+    return make_instance(
+        run, model, machine, how, max_tokens=16384, max_requests=256, drafter=drafter
+    )
 
 
 def served(row: Measured) -> ServingSummary:
@@ -144,7 +146,7 @@ def served(row: Measured) -> ServingSummary:
     work = closed_loop(
         10 * row.users, row.users, Lengths(isl=row.isl, osl=row.osl, range_ratio=0.8)
     )
-    group = InstanceGroup(made, engines, limits, scheduler_of(engines, limits))
+    group = InstanceGroup(made, engines, limits, scheduler_of(engines, limits, made.run.pp))
     return group.serve(work, Slo(), whole_run=True).summary
 
 

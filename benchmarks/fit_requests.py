@@ -105,7 +105,7 @@ def steps() -> None:
 
         def found(constants: tuple[float, ...], mine: list[ServedRow] = mine) -> np.ndarray:
             step, request = (x / 1e6 for x in constants)
-            host = hosts.HostTimes(per_step=step, per_request_step=request, beside=True)
+            host = hosts.HostTimes(per_step=step, per_request_step=request, overlaps_gpu=True)
             inference.HOSTS = {SCHEDULERS[mine[0].engine]: host}
             return np.array(
                 [inference.steady_state(row).tpot * 1e3 / row.measured - 1 for row in mine]

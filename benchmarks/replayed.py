@@ -21,7 +21,7 @@ from stagewright.run.sections.serving.engines import EngineSection
 from stagewright.run.settings import Run
 from stagewright.serving.compare_log import figure_of
 from stagewright.serving.deployment import InstanceGroup
-from stagewright.serving.instance import instance
+from stagewright.serving.instance import make_instance
 from stagewright.serving.metrics import RequestTimes, Slo
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
 from stagewright.serving.workloads import traces
@@ -83,13 +83,13 @@ def replay(of: ReplayedServer) -> RequestTimes:
     engines = EngineSection(**of.options)
     hardware = _with_links(hardware_of(of.hardware), of.links)
     limits = batch_limits(engines, hardware)
-    made = instance(
+    made = make_instance(
         run, model_of(run.model), Machine.of(hardware, gpus=run.world_size),
         Execution(serving_engine="vllm"),
-        most_tokens=limits.tokens, most_requests=limits.requests,
+        max_tokens=limits.tokens, max_requests=limits.requests,
         gpu_memory_utilization=engines.gpu_memory_utilization,
     )  # fmt: skip
-    group = InstanceGroup(made, engines, limits, scheduler_of(engines, limits))
+    group = InstanceGroup(made, engines, limits, scheduler_of(engines, limits, made.run.pp))
     return RequestTimes.of(group.serve(traces.read(DATA / of.requests), Slo()).outcome)
 
 

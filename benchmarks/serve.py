@@ -20,7 +20,7 @@ from stagewright.model.catalog import resolve as model_of
 from stagewright.run.sections.serving import EngineSection
 from stagewright.run.settings import Run
 from stagewright.serving.deployment import InstanceGroup
-from stagewright.serving.instance import instance
+from stagewright.serving.instance import make_instance
 from stagewright.serving.metrics import Slo
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
 from stagewright.serving.workload import Workload
@@ -39,14 +39,14 @@ def main(arguments: list[str]) -> None:
     begin = time.process_time()
     asked = EngineSection()
     limits = batch_limits(asked, hardware)
-    made = instance(
+    made = make_instance(
         Run(model="llama3.1-8b", mode="decode"),
         model_of("llama3.1-8b"),
         Machine.of(hardware, gpus=1),
-        most_tokens=limits.tokens,
-        most_requests=limits.requests,
+        max_tokens=limits.tokens,
+        max_requests=limits.requests,
     )
-    group = InstanceGroup(made, asked, limits, scheduler_of(asked, limits))
+    group = InstanceGroup(made, asked, limits, scheduler_of(asked, limits, made.run.pp))
     print(f"step times and cache: {time.process_time() - begin:.2f} CPU-s")
     lengths = Lengths(isl=1024, osl=256)
     if "--million" in arguments:
@@ -63,9 +63,9 @@ def measured(
     group: InstanceGroup, workload: Workload, instances: int, router: str = "round_robin"
 ) -> None:
     """Serve a workload and print how fast that went."""
-    engines = replace(group.engines, instances=instances, router=router)
+    engines = replace(group.settings, instances=instances, router=router)
     begin = time.process_time()
-    found = replace(group, engines=engines).serve(workload, Slo())
+    found = replace(group, settings=engines).serve(workload, Slo())
     seconds = time.process_time() - begin
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(

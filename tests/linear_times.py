@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stagewright.serving.batch import UNLIMITED
+from stagewright.serving.batch import UNLIMITED, DecodeRun
 
 
 @dataclass(frozen=True, slots=True)
 class LinearTimes:
     """Step time linear in tokens, requests and cached keys (s).
 
-    >>> seconds, growth, _ = LinearTimes(0.005, per_key=1e-6).linear_run(2, 100)
+    >>> _, seconds, growth = LinearTimes(0.005, per_key=1e-6).linear_run(2, 100)
     >>> round(seconds, 6), round(growth, 6)
     (0.0051, 2e-06)
     """
@@ -21,10 +21,10 @@ class LinearTimes:
     per_request: float = 0.0
     per_key: float = 0.0
 
-    def linear_run(self, requests: int, keys: int) -> tuple[float, float, int]:
-        """Like `BatchTimes.linear_run`; holds for any number of steps."""
+    def linear_run(self, requests: int, keys: int) -> DecodeRun:
+        """Run of any number of steps (`BatchTimes.linear_run`)."""
         seconds = self.base + (self.per_token + self.per_request) * requests + self.per_key * keys
-        return seconds, self.per_key * requests, UNLIMITED
+        return DecodeRun(UNLIMITED, seconds, self.per_key * requests)
 
     def step(
         self,

@@ -177,7 +177,7 @@ class Apart:
         pairs = sum(n * past[i] + n * (n + 1) // 2 for i, n in batch)
         decoding = sum(self.got[i] > 0 for i, _ in batch)
         if decoding == len(batch):
-            of.end = at + of.times.linear_run(len(batch), keys)[0]
+            of.end = at + of.times.linear_run(len(batch), keys).seconds
         else:
             tokens = sum(n for _, n in batch)
             of.end = at + of.times.step(tokens, pairs, keys, len(batch), decoding)

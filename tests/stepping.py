@@ -117,7 +117,7 @@ class Stepping:
         pairs = sum(n * r.computed + n * (n + 1) // 2 for r, n in batch)
         decoding = sum(self.decodes(r) for r, _ in batch)
         if decoding == len(batch):
-            return self.times.linear_run(len(batch), keys)[0]
+            return self.times.linear_run(len(batch), keys).seconds
         return self.times.step(tokens, pairs, keys, len(batch), decoding)
 
     def carry_out(self, batch, begin, end, seen):

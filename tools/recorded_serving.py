@@ -187,7 +187,7 @@ def search_record(name: str, settings: Settings) -> dict[str, Any]:
         "best": [ranking.describe(n + 1) for n in range(len(of.best))],
         "candidates": of.candidates,
         "choices": [
-            [each.layout, each.prompts, *(g.engines.instances for g in each.deployment.groups), *(
+            [each.layout, each.prompts, *(g.settings.instances for g in each.deployment.groups), *(
                 getattr(each.simulated, column) for column in
                 ("gpus", "good", "meets", "stopped", "user_rate")
             )] for each in of.choices

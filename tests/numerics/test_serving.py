@@ -25,7 +25,7 @@ from stagewright.serving.schedulers.tensorrt_llm import TensorRtLlm
 from stagewright.serving.schedulers.vllm import Vllm
 from stagewright.serving.simulation import chains_in_blocks
 from stagewright.serving.speculative import Drafts
-from stagewright.serving.workload import TOO_LONG, Workload, folded
+from stagewright.serving.workload import TOO_LONG, Workload, fold
 from stagewright.serving.workloads.traces import NO_TOKENS
 from stepping import Request, Stepping, together
 from stepping_sglang import SGLangStepping
@@ -71,7 +71,7 @@ def drawn(draw: random.Random):
         array("d", accumulate(gaps)),
         array("i", prompts),
         array("i", outputs),
-        (folded(chains) if draw.random() < 0.5 else chains) if shared else None,
+        (fold(chains) if draw.random() < 0.5 else chains) if shared else None,
     )
     seconds = LinearTimes(draw.uniform(0.01, 0.02), 1e-4, 1e-3, draw.choice((0.0, 1e-5)))
     return rules, seconds, PagedKvCache(blocks, size, draw.random() < 0.8), work
@@ -138,7 +138,7 @@ def alike(requests: list[Request], records):
 
 
 def observed_alike(ran: Engine, oracle: Stepping, requests: list[Request]):
-    assert ran.blocks.free == ran.blocks.size
+    assert ran.kv_cache.free == ran.kv_cache.size
     gaps = sorted(b - a for r in requests for a, b in pairwise(r.tokens_at))
     ours = []
     for first, last, steps, n in ran.step_log.gaps():
@@ -163,7 +163,7 @@ def test_engines_that_run_ahead_of_others_do_what_they_do_in_one_order(seed: int
     """Requests that wait for no other one, which lets engines run ahead, or for none of many."""
     rules, seconds, cache, work = drawn(random.Random(seed))
     found = []
-    for of in (work, replace(work, after=array("i", [-1] * len(work)))):
+    for of in (work, replace(work, predecessor=array("i", [-1] * len(work)))):
         done = serve(
             chains_in_blocks(of, cache.block_size),
             lambda w, r: Engine(w, r, copy(cache), rules, seconds, 0.37),
@@ -304,7 +304,7 @@ def test_schedulers_are_asked_only_where_they_would_change_their_minds(name: str
             cache = PagedKvCache(
                 drawn_cache.size * roomy, drawn_cache.block_size, drawn_cache.caching
             )
-            made = partial(Engine, blocks=cache, scheduler=scheduler, times=seconds)
+            made = partial(Engine, kv_cache=cache, scheduler=scheduler, times=seconds)
             ends.append(serve(chains_in_blocks(work, cache.block_size), made, 1, RoundRobin()))
             assert cache.free == cache.size
         fast, slow = (done.records for done in ends)

@@ -51,7 +51,7 @@ def served(work, operation, engines=2, rules=None, router="round_robin", blocks=
     hosts = dict.fromkeys(range(engines), HostTimes(per_request=0.003))
     pool = Pool("both", range(engines), ROUTERS[router](), hosts)
     done = ServingSimulation(work, records, made, [pool], operation=operation).run()
-    assert all(engine.blocks.free == engine.blocks.size for engine in made)
+    assert all(engine.kv_cache.free == engine.kv_cache.size for engine in made)
     return done
 
 
@@ -143,7 +143,7 @@ def test_instances_come_with_the_load_and_leave():
     """Load above 0.8 of a cache at 1 s, 2 s, ...; an instance takes 0.5 s; one at a time."""
     work = burst(120, 40)
     work.arrival[-1] = 20.0
-    scaling = Scaling(least=1, most=3, interval=1.0, up=0.8, down=0.3)
+    scaling = Scaling(min_instances=1, max_instances=3, interval=1.0, up=0.8, down=0.3)
     of = InstanceEvents(instances=1, start_up_time=0.5, scaling=scaling)
     done = served(work, of, 3, router="least_loaded", blocks=30)
     counts = [count for _, count in done.instances]
@@ -157,7 +157,7 @@ def test_instances_come_with_the_load_and_leave():
 
 
 def test_idle_instances_start_when_those_that_serve_have_failed():
-    scaling = Scaling(least=1, most=3, interval=0.5, up=0.9, down=0.1)
+    scaling = Scaling(min_instances=1, max_instances=3, interval=0.5, up=0.9, down=0.1)
     failures = (Failure(0.1, 0),)
     of = InstanceEvents(instances=1, failures=failures, scaling=scaling)
     done = served(burst(30), of, 3)
@@ -170,7 +170,7 @@ def test_idle_instances_start_when_those_that_serve_have_failed():
 
 
 def test_autoscaling_ends_where_nothing_can_change():
-    scaling = Scaling(least=1, most=2, interval=0.5, up=0.9, down=0.1)
+    scaling = Scaling(min_instances=1, max_instances=2, interval=0.5, up=0.9, down=0.1)
     never = SGLang(chunked_prefill_size=8, max_num_seqs=6)  # cut to whole blocks: to none
     done = served(burst(3), InstanceEvents(instances=1, scaling=scaling), rules=never)
     assert not any(map(math.isfinite, done.records.finish))

@@ -161,7 +161,7 @@ def fails_in_pools(seed: int) -> tuple[int, int]:
     )
     scaling = None
     if draw.random() < 0.5:
-        scaling = Scaling(least=1, most=decodes, interval=0.3, up=0.6, down=0.3)
+        scaling = Scaling(min_instances=1, max_instances=decodes, interval=0.3, up=0.6, down=0.3)
     of = InstanceEvents(
         instances=decodes if scaling is None else draw.randint(1, decodes),
         failures=failures,
@@ -179,7 +179,7 @@ def fails_in_pools(seed: int) -> tuple[int, int]:
     done = apart(work, made, HostTimes(), lambda n, last: 1e-3 + slow * n, prefills, of)
     ended = [k for k, at in enumerate(done.records.finish) if at == at]
     assert len(ended) + sum(done.refused.values()) == len(work), "requests end once"
-    assert all(engine.blocks.free == engine.blocks.size for engine in done.engines)
+    assert all(engine.kv_cache.free == engine.kv_cache.size for engine in done.engines)
     assert not any(e.running or e.waiting or e.arrivals or e.loading for e in done.engines)
     if len(ended) == len(work):
         gaps = sum(n * k for e in done.engines for _, _, n, k in e.step_log.gaps())

@@ -19,7 +19,7 @@ from stagewright.serving.metrics import Slo, summarize
 from stagewright.serving.routers import RoundRobin
 from stagewright.serving.schedulers.priority import VllmByPriority
 from stagewright.serving.schedulers.vllm import Vllm
-from stagewright.serving.workload import RequestClass, Workload, in_classes
+from stagewright.serving.workload import RequestClass, Workload, with_classes
 from stepping import Request, Stepping
 
 
@@ -88,7 +88,7 @@ def drawn(draw):
     levels = tuple(RequestClass(name=str(n), priority=n) for n in range(draw.randint(1, 3)))
     cache = PagedKvCache(-(-most // size) + draw.choice((0, 3, 100)), size, draw.random() < 0.5)
     seconds = LinearTimes(draw.uniform(0.01, 0.02), 1e-4, 1e-3, draw.choice((0.0, 1e-5)))
-    return rules, seconds, cache, in_classes(work, levels, 0)
+    return rules, seconds, cache, with_classes(work, levels, 0)
 
 
 def equal_to_stepping(seed: int) -> int:
@@ -119,12 +119,12 @@ def test_classes_have_limits_of_their_own():
     work = Workload("burst", when, some, some)
     classes = (RequestClass(name="chat", priority=0, ttft=0.5),
                RequestClass(name="batch", priority=1))  # fmt: skip
-    work = in_classes(work, classes, 1)
+    work = with_classes(work, classes, 1)
     kept = {}
     for name, rules in (("priority", VllmByPriority.of(Vllm(max_num_seqs=4), work.class_of)),
                         ("fcfs", Vllm(max_num_seqs=4))):  # fmt: skip
         made = partial(
-            Engine, blocks=PagedKvCache(99, 16), scheduler=rules, times=LinearTimes(0.001, 1e-4)
+            Engine, kv_cache=PagedKvCache(99, 16), scheduler=rules, times=LinearTimes(0.001, 1e-4)
         )
         found = summarize(serve(work, made, 1, RoundRobin()), Slo(), 1, {})
         assert sum(each.requests for each in found.classes.values()) == 40

@@ -16,14 +16,14 @@ from stagewright.cli.main import main
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.sections.serving import EngineSection
 from stagewright.serving.deployment import Deployment, InstanceGroup
-from stagewright.serving.instance import instance
+from stagewright.serving.instance import make_instance
 from stagewright.serving.metrics import RequestLimits, RequestTimes, Slo
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
 from stagewright.serving.search import answer
 from stagewright.serving.search.bounds import LoadTotals, ReadyLayout, layout_bounds
 from stagewright.serving.search.pairs import LayoutPair, pair_deployment
 from stagewright.serving.search.simulated import ServingLoad, simulate_load
-from stagewright.serving.workload import RequestClass, Workload, in_classes
+from stagewright.serving.workload import RequestClass, Workload, with_classes
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.network import Machine
 
@@ -42,8 +42,8 @@ def group() -> InstanceGroup:
     hardware, asked = hardware_of("h100-sxm"), EngineSection(num_gpu_blocks=600)
     limits = batch_limits(asked, hardware)
     run = sw.Run(model="llama3.1-8b", mode="decode", layers=2)
-    made = instance(run, MODEL, Machine.of(hardware, gpus=1), most_requests=limits.requests)
-    return InstanceGroup(made, asked, limits, scheduler_of(asked, limits))
+    made = make_instance(run, MODEL, Machine.of(hardware, gpus=1), max_requests=limits.requests)
+    return InstanceGroup(made, asked, limits, scheduler_of(asked, limits, made.run.pp))
 
 
 def drawn(draw: random.Random) -> Workload:
@@ -64,10 +64,10 @@ def test_the_fewest_instances_are_not_below_the_bound(group: InstanceGroup):
         slo = Slo(ttft=draw.choice((0.008, 0.02, 0.5)), tpot=draw.choice((2e-4, 1e-3, 4e-3)))
         load = LoadTotals.of(work, share)
         if seed % 2:
-            work = in_classes(work, CLASSES, seed)
+            work = with_classes(work, CLASSES, seed)
         bounds = layout_bounds(group, load, RequestLimits.of(work, slo).loosest)
         for count in (1, 2, 5):
-            several = replace(group, engines=replace(group.engines, instances=count))
+            several = replace(group, settings=replace(group.settings, instances=count))
             whole = several.serve(work, slo).summary
             keeps = whole.good >= share - 1e-9
             meets = keeps and not whole.steadiness.overloaded
@@ -77,10 +77,10 @@ def test_the_fewest_instances_are_not_below_the_bound(group: InstanceGroup):
             assert found.good >= whole.good - 1e-9
             if not found.stopped:
                 assert found.summary == whole
-            assert not meets or not bounds.why
-            assert not meets or count >= bounds.fewest
+            assert not meets or not bounds.reason
+            assert not meets or count >= bounds.min_instances
             stopped += found.stopped
-            bounded += bool(bounds.why) or bounds.fewest > count
+            bounded += bool(bounds.reason) or bounds.min_instances > count
     assert stopped
     assert bounded
 
@@ -104,8 +104,8 @@ def test_nothing_played_beats_its_bounds(name):
     limits, of = batch_limits(asked, hardware), model_of(model).with_overrides(num_layers=2)
     run = sw.Run(model=model, mode="decode", layers=2, **layout)
     machine = Machine.of(hardware, gpus=layout.get("dp", 1))
-    made = instance(run, of, machine, most_tokens=limits.tokens, most_requests=limits.requests)
-    group = InstanceGroup(made, asked, limits, scheduler_of(asked, limits))
+    made = make_instance(run, of, machine, max_tokens=limits.tokens, max_requests=limits.requests)
+    group = InstanceGroup(made, asked, limits, scheduler_of(asked, limits, made.run.pp))
     for seed in range(8):
         draw = random.Random(seed)
         work = drawn(draw)
@@ -122,9 +122,9 @@ def test_nothing_played_beats_its_bounds(name):
         outcome, _ = Deployment((group,)).run(work)
         times = RequestTimes.of(outcome)
         assert len(times.number) == len(work)
-        assert np.nanmin(times.tpot) > bounds.least_tpot * (1 - 1e-9)
+        assert np.nanmin(times.tpot) > bounds.min_tpot * (1 - 1e-9)
         longest = work.prompt.index(max(work.prompt))
-        assert times.ttft[longest] > bounds.least_ttft * (1 - 1e-9)
+        assert times.ttft[longest] > bounds.min_ttft * (1 - 1e-9)
         busy = max(outcome.records.finish) * made.replicas
         assert busy > bounds.per_prompt_token * sum(work.prompt)
         assert busy > bounds.per_token * (sum(work.output) - len(work))
@@ -148,8 +148,8 @@ def test_the_answer_is_that_of_simulating_everything(group: InstanceGroup):
     )
     work, slo = question.loads[0].workload, question.target.slo
     found = searched_serving(question).ranking
-    alone = replace(group, engines=EngineSection())
-    several = [replace(alone, engines=EngineSection(instances=count)) for count in range(1, 6)]
+    alone = replace(group, settings=EngineSection())
+    several = [replace(alone, settings=EngineSection(instances=count)) for count in range(1, 6)]
     served = [each.serve(work, slo).summary.good >= 0.9 for each in several]
     (cheapest,) = found.aggregated
     assert found.choices[cheapest].simulated.gpus == served.index(True) + 1
@@ -193,20 +193,20 @@ def test_a_winner_that_fails_when_more_come_is_dropped(monkeypatch):
     asked = {"rate": 700, "isl": 700, "osl": 30, "num_requests": 400, "layers": 2}
     asked |= {"ttft": 25, "tpot": 1.2, "tp": 1, "pp": 1, "gpus": 9, "pairs": 0}
     first = sw.search_serving("llama3.1-8b", "h100-sxm", **asked).ranking
-    count = first.choices[first.best[0]].deployment.groups[0].engines.instances
+    count = first.choices[first.best[0]].deployment.groups[0].settings.instances
     real, much = answer.simulate_load, first.confirmed[first.best[0]].summary.requests
 
     def failing(deployment, load, slo):
         found = real(deployment, load, slo)
-        few = deployment.groups[0].engines.instances == count
+        few = deployment.groups[0].settings.instances == count
         return replace(found, meets=False) if few and len(load.workload) >= much else found
 
     monkeypatch.setattr(answer, "simulate_load", failing)
     found = sw.search_serving("llama3.1-8b", "h100-sxm", **asked)
     of = found.ranking
     (dropped,) = of.dropped
-    assert dropped.deployment.groups[0].engines.instances == count
-    assert of.choices[of.best[0]].deployment.groups[0].engines.instances == count + 1
+    assert dropped.deployment.groups[0].settings.instances == count
+    assert of.choices[of.best[0]].deployment.groups[0].settings.instances == count + 1
     assert any(remark.startswith("dropped: ") for remark in found.to_dict()["remarks"])
 
 
@@ -224,7 +224,7 @@ def test_settings_of_engines_may_be_lists():
     for engine in ("vllm", "sglang"):
         rows = [
             row for row, index in enumerate(found.ranking.best, 1)
-            if found.ranking.choices[index].deployment.groups[0].engines.scheduler == engine
+            if found.ranking.choices[index].deployment.groups[0].settings.scheduler == engine
         ]  # fmt: skip
         if rows:
             (count, line) = found.commands(engine, rows[0])
@@ -331,7 +331,7 @@ def test_what_was_simulated_until_somebody_stops_it(capfd, tmp_path, monkeypatch
     assert "stopped: the best of what was simulated until then" in out
     assert "1 of them simulated" in out
     assert "page.html, as far as the search had come" in err
-    assert "stopped: the best of what was simulated until then" in page.read_text()
+    assert "Stopped: the best of what was simulated until then." in page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_pairs_of_layouts_are_what_pools_do():
     choices = [each for each in found.ranking.choices if each.prompts is not None]
     assert choices
     for each in choices[:2]:
-        prefill, decode = (group.engines.instances for group in each.deployment.groups)
+        prefill, decode = (group.settings.instances for group in each.deployment.groups)
         more = {"prefill_instances": prefill, "instances": decode}
         load["num_requests"] = each.simulated.summary.requests
         whole = sw.serve("llama3.1-8b", "h100-sxm", ttft=60, tpot=3, **more, **load)
@@ -372,9 +372,9 @@ def test_pairs_of_layouts_are_what_pools_do():
 def test_pairs_do_not_count_tokens_of_requests_that_wait(group: InstanceGroup, blocks: int):
     """Their prompts are done, but nobody has seen a token: they are not slow yet. Also
     where blocks are few."""
-    few = replace(group.engines, num_gpu_blocks=blocks, max_num_seqs=4)
+    few = replace(group.settings, num_gpu_blocks=blocks, max_num_seqs=4)
     limits = batch_limits(few, group.instance.machine.hardware)
-    last = InstanceGroup(group.instance, few, limits, scheduler_of(few, limits))
+    last = InstanceGroup(group.instance, few, limits, scheduler_of(few, limits, 1))
     many = 40
     work = Workload("at once", *(array(t, [n] * many) for t, n in (("d", 0), ("i", 70), ("i", 40))))
     slo, load = Slo(ttft=1, tpot=2e-3), LoadTotals.of(work, 0.9)

@@ -127,9 +127,9 @@ def test_later_turns_find_what_earlier_ones_left(rules):
     host = StoreTier(name="host", bandwidth_gb_s=10)
     tool = StageCost(name="tool", seconds=0.05, follow_ups=True)
     of = served(work, [host], rules, engines=2, blocks=40, station=[tool])
-    turns = [i for i in range(len(work)) if work.after[i] >= 0]
+    turns = [i for i in range(len(work)) if work.predecessor[i] >= 0]
     for i in turns:
-        before = work.after[i]
+        before = work.predecessor[i]
         least = (work.prompt[before] + work.output[before] - 1) // 16 * 16 - 32
         assert of.records.cached[i] >= max(0, least) * (of.records.preempted[i] == 0)
     seconds = of.stages["tool"]

@@ -78,7 +78,7 @@ def test_random_batches_take_as_long_as_simulated(settings):
     run = Run(mode="decode", **settings)
     model = compile(batch_run(run, [Group(run.dp, 100, 1 + run.num_speculative_tokens)])).model
     machine = Machine.of(resolve(hardware), gpus=run.tp * run.dp)
-    times = step_times(run, model, machine, how, most_tokens=4096, most_requests=128)
+    times = step_times(run, model, machine, how, max_tokens=4096, max_requests=128)
 
     def simulated(groups):
         every = [Group(g.count * run.dp, g.context_length, g.new_tokens) for g in groups]
@@ -123,11 +123,11 @@ def test_passes_that_draft_take_as_long_as_simulated(method, tmp_path):
     asked = EngineSection(speculative_method=method, speculative_model=names.get(method))
     drafter = drafter_of(asked, run, model)
     machine = Machine.of(resolve("h100-sxm"), gpus=1)
-    alone = step_times(run, model, machine, most_tokens=768, most_requests=16)
+    alone = step_times(run, model, machine, max_tokens=768, max_requests=16)
     blocks, fewer = (kv_capacity(run, model, int(8e9), 768, of) for of in (None, drafter))
     if drafter.head:  # of one layer, beside the two of the model
         assert fewer.bytes_per_token == blocks.bytes_per_token * 3 / 2
-        assert fewer.blocks < blocks.blocks * 2 / 3
+        assert fewer.num_blocks < blocks.num_blocks * 2 / 3
     times = drafted_times(alone, drafter, machine)
     # A step of prompts has the logits of one token of each request, as the first pass has.
     prompts = drafter.run.model_copy(update={"mode": "prefill", "num_speculative_tokens": 0})
@@ -141,18 +141,18 @@ def test_passes_that_draft_take_as_long_as_simulated(method, tmp_path):
         ([Group(1, 700, 4), Group(1, 90, 4), Group(3, 2000, 4)], 5),
         ([Group(1, 300, 4), Group(1, 512, 700)], 1),
     ):
-        more = [replace(g, new_tokens=g.new_tokens + drafter.more) for g in groups]
+        more = [replace(g, new_tokens=g.new_tokens + drafter.extra_tokens) for g in groups]
         graph = "cuda_graph" if decoding == 5 else None
         wanted = simulated(prompts, more, drafter.model, graph)
         ends = [Group(g.count, g.context_length + g.new_tokens - 1, 1) for g in more]
-        wanted += 2 * simulated(later, ends, drafter.own)
+        wanted += 2 * simulated(later, ends, drafter.later)
         keys = sum(g.count * (g.context_length + g.new_tokens) for g in groups[: 1 + decoding // 2])
         whole = sums(groups)
         found = times.drafting.step(*whole, decoding, keys)
         assert found == pytest.approx(wanted, rel=0.01), groups
         assert times.step(*whole, decoding, keys) == found + alone.step(*whole, decoding, keys)
         if decoding == whole[3]:
-            assert times.linear_run(decoding, keys)[0] == pytest.approx(
+            assert times.linear_run(decoding, keys).seconds == pytest.approx(
                 times.decode(decoding, keys)
             )
 
@@ -166,16 +166,15 @@ def test_a_host_beside_the_gpu_works_beside_drafts_too(ep):
     model = model_of(run.model).with_overrides(num_layers=1)
     drafter = drafter_of(EngineSection(speculative_method="mtp"), run, model)
     machine = Machine.of(resolve("h100-sxm"), gpus=ep)
-    alone = step_times(run, model, machine, most_tokens=512, most_requests=32)
+    alone = step_times(run, model, machine, max_tokens=512, max_requests=32)
     gpu = drafted_times(alone, drafter, machine)
     n, keys = 16, 16 * 900
     mixed = (n * 3 + 200, n * 3 * 900 + 200 * 100, keys + 200, n + 1, n, keys)
     decode, prompts = gpu.decode(n, keys), gpu.step(*mixed)
     for wait in (0.0, 0.5 * decode, 0.99 * decode, 1.01 * decode, 1.01 * prompts):
-        host = HostTimes(per_step=wait, beside=True)
+        host = HostTimes(per_step=wait, overlaps_gpu=True)
         times = gpu.of_replica(host)
-        first, grows, steps = times.linear_run(n, keys)
-        planned = times.group_runs([BatchPlan(DecodeRun(steps, first, grows), 3 * n, n)], 3 * n)[0]
+        planned = times.group_runs([BatchPlan(times.linear_run(n, keys), 3 * n, n)], 3 * n)[0]
         assert planned[1] == pytest.approx(max(decode, wait))
         last = planned[1] + min(planned[0] - 1, 900) * planned[2]
         more = gpu.decode(n, keys + n * min(planned[0] - 1, 900))
@@ -191,12 +190,12 @@ def test_runs_of_decode_steps_are_sums_of_steps():
     run = Run(model="llama3.1-8b", layers=2, mode="decode", tp=2)
     machine = Machine.of(resolve("h100-sxm"), gpus=2)
     model = compile(batch_run(run, [Group(1, 100, 1)])).model
-    times = step_times(run, model, machine, most_tokens=64, most_requests=64)
+    times = step_times(run, model, machine, max_tokens=64, max_requests=64)
     for requests, keys, steps in [(1, 2, 5000), (7, 900, 700), (64, 64000, 333)]:
         each = [times.decode(requests, keys + requests * n) for n in range(steps)]
         total, done = 0.0, 0
         while done < steps:
-            seconds, growth, linear = times.linear_run(requests, keys + requests * done)
+            linear, seconds, growth = times.linear_run(requests, keys + requests * done)
             count = min(linear, steps - done)
             total += series_sum(seconds, growth, count)
             run = each[done : done + count]
@@ -213,10 +212,10 @@ def test_an_engines_host_runs_behind_a_step_or_beside_it():
     run = Run(model="llama3.1-8b", layers=2, mode="decode")
     model = compile(batch_run(run, [Group(1, 100, 1)])).model
     machine = Machine.of(resolve("h100-sxm"), gpus=1)
-    alone = step_times(run, model, machine, most_tokens=64, most_requests=64)
+    alone = step_times(run, model, machine, max_tokens=64, max_requests=64)
     some = (9, 81, 900, 9), (40, 40 * 41 // 2, 40, 1), (48, 5000, 3000, 9, 8, 2900)
     for beside in (False, True):
-        host = HostTimes(per_step=0.001, per_request_step=1e-5, beside=beside)
+        host = HostTimes(per_step=0.001, per_request_step=1e-5, overlaps_gpu=beside)
         hosted = alone.with_host(host)
         for batch in some:
             gpu, wait = alone.step(*batch), 0.001 + 1e-5 * batch[3]
@@ -231,7 +230,7 @@ def test_steps_of_a_pipeline_take_as_long_as_simulated():
     run = Run(mode="decode", model="llama3.1-8b", layers=16, pp=2)
     model = model_of(run.model).with_overrides(num_layers=16)
     machine = Machine.of(resolve("h100-sxm"), gpus=2)
-    times = step_times(run, model, machine, most_tokens=2048, most_requests=64)
+    times = step_times(run, model, machine, max_tokens=2048, max_requests=64)
     for decoding, prompts in (
         ([Group(40, 900, 1)], []),
         ([Group(7, 3000, 1)], []),

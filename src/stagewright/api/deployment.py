@@ -25,7 +25,7 @@ from stagewright.run.settings import Run
 from stagewright.serving.deployment import Deployment, InstanceGroup
 from stagewright.serving.disaggregation import Role
 from stagewright.serving.engine import Scheduler
-from stagewright.serving.instance import instance
+from stagewright.serving.instance import make_instance
 from stagewright.serving.operation import Failure, InstanceEvents, Scaling
 from stagewright.serving.routers import router_of
 from stagewright.serving.schedulers.named import batch_limits, refuse_others, scheduler_of
@@ -135,11 +135,10 @@ class Planned:
             algorithm=cluster.algorithm,
         )
         limits = batch_limits(engines, self.hardware)
-        ahead = engines.async_scheduling and run.pp == 1
         chosen = given.scheduler
         if chosen is None:
             refuse_others(engines)
-        scheduler = chosen or scheduler_of(replace(engines, async_scheduling=ahead), limits)
+        scheduler = chosen or scheduler_of(engines, limits, run.pp)
         router_of(engines.router)
         share = engines.gpu_memory_utilization
         for other in others:
@@ -147,20 +146,20 @@ class Planned:
                 other.instance.run == run
                 and other.instance.machine == machine
                 and other.limits == limits
-                and other.engines.gpu_memory_utilization == share
-                and _drafts(other.engines) == _drafts(engines)
+                and other.settings.gpu_memory_utilization == share
+                and _drafts(other.settings) == _drafts(engines)
             ):
                 return InstanceGroup(other.instance, engines, limits, scheduler, self.serves)
         model = (given.config or model_of(run.model, run.as_family or "")).with_overrides(
             num_layers=run.layers, vocab_size=run.vocab, mtp_num_layers=run.mtp_num_layers
         )
-        built = instance(
+        built = make_instance(
             run,
             model,
             machine,
             self.experiment.execution,
-            most_tokens=limits.tokens,
-            most_requests=limits.requests,
+            max_tokens=limits.tokens,
+            max_requests=limits.requests,
             gpu_memory_utilization=share,
             drafter=drafter_of(engines, run, model),
         )
@@ -188,14 +187,15 @@ def deployment_of(
     )
     if pools.kv_transfer != "prompt" and not deployment.disaggregated:
         raise UserError("--kv-transfer is of --prefill-instances N: give how many there are")
-    prefill = sum(group.engines.instances for group in groups if group.role == "prefill")
-    others = sum(group.engines.instances for group in groups) - prefill
+    prefill = sum(group.settings.instances for group in groups if group.role == "prefill")
+    others = sum(group.settings.instances for group in groups) - prefill
     events = instance_events(operation, others, prefill)
     if events is not None and events.scaling is not None:  # as many as may serve at a time
+        most = events.scaling.max_instances
         groups = [
             group
             if group.role == "prefill"
-            else replace(group, engines=replace(group.engines, instances=events.scaling.most))
+            else replace(group, settings=replace(group.settings, instances=most))
             for group in groups
         ]
     return replace(deployment, groups=tuple(groups), operation=events)
@@ -240,7 +240,11 @@ def instance_events(
                 f"--kv-scale-down-threshold {down:g} must be below --kv-scale-up-threshold {up:g}"
             )
         scaling = Scaling(
-            least=least, most=most, interval=asked.adjustment_interval, up=up, down=down
+            min_instances=least,
+            max_instances=most,
+            interval=asked.adjustment_interval,
+            up=up,
+            down=down,
         )
     return InstanceEvents(
         instances=instances,

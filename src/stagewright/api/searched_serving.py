@@ -53,7 +53,7 @@ from stagewright.serving.search.answer import (
     search_serving as ranked,
 )
 from stagewright.serving.search.bounds import LoadTotals
-from stagewright.serving.search.layouts import MOST_GPUS, layouts
+from stagewright.serving.search.layouts import MAX_GPUS, layouts
 from stagewright.serving.search.simulated import ServingLoad
 from stagewright.serving.workload import Workload
 from stagewright.texttable import Table
@@ -119,7 +119,7 @@ class ServingSearch(PublicResult):
 
     def instances(self, row: int = 1) -> int:
         """Number of instances of one of the best, of those that decode."""
-        return self._choice(row).deployment.groups[-1].engines.instances
+        return self._choice(row).deployment.groups[-1].settings.instances
 
     def commands(self, engine: str, row: int = 1) -> list[str]:
         """Command lines with which `engine` (vllm, sglang or trtllm) serves as one of the best.
@@ -263,7 +263,7 @@ def asked_serving(
     if objective not in OBJECTIVES:
         raise UserError(f"--objective {objective}: with --serve wanted gpus or cost")
     check_type(values.get("gpus", 1), "gpus as a number", int, str, list, tuple)
-    most = _gpus(values.pop("gpus", MOST_GPUS))
+    most = _gpus(values.pop("gpus", MAX_GPUS))
     own = {name: values.pop(name) for name in [*values] if name in SERVING}
     _refuse_found(own)
     engines = _engines(own)
@@ -287,14 +287,14 @@ def asked_serving(
         loads = [ServingLoad(workload, LoadTotals.of(workload, share))]
     else:
         loads = _loads(asked, users, classes, share)
-    request = layouts(values, path, hardware=hardware, most_gpus=most, vary=vary, config=config)
+    request = layouts(values, path, hardware=hardware, max_gpus=most, vary=vary, config=config)
     lost = [
         f"{plural(count, 'request', 'requests')} rejected: {why}; counted as missing the limits"
         for why, count in loads[0].workload.rejected.items()
     ]
     request = replace(request, notes=(*request.notes, *lost))
     target = ServingTarget(
-        slo=slo, share=share, most_gpus=most, pairs=pairs, by_cost=objective == "cost"
+        slo=slo, share=share, max_gpus=most, pairs=pairs, by_cost=objective == "cost"
     )
     return ServingQuestion(request, loads, target, engines)
 

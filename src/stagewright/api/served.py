@@ -151,9 +151,9 @@ class Serving(ServedRun, PublicResult):
         return {
             "workload": self.outcome.workload.name,
             "run": layout_words(group),
-            "instances": group.engines.instances,
+            "instances": group.settings.instances,
             "pools": [*map(_values, groups)] if len(groups) > 1 else None,
-            "kv_blocks": group.blocks,
+            "kv_blocks": group.num_blocks,
             "kv_block_size": group.instance.cache.block_size,
             "max_num_batched_tokens": group.limits.tokens,
             "max_num_seqs": group.limits.requests,
@@ -179,12 +179,12 @@ def _values(group: InstanceGroup) -> dict[str, Any]:
     """A group of instances for JSON."""
     return {
         "serves": group.role,
-        "instances": group.engines.instances,
+        "instances": group.settings.instances,
         "run": layout_words(group),
         "hardware": group.instance.machine.hardware.name,
         "gpus": group.gpus,
-        "kv_blocks": group.blocks,
-        "scheduler": group.engines.scheduler,
+        "kv_blocks": group.num_blocks,
+        "scheduler": group.scheduler_name,
     }
 
 

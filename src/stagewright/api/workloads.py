@@ -18,9 +18,9 @@ from stagewright.run.sections.serving.workload import milliseconds
 from stagewright.serving.workload import (
     RequestClass,
     Workload,
-    in_classes,
-    in_lanes,
     with_cached_share,
+    with_classes,
+    with_concurrency,
     with_past,
 )
 from stagewright.serving.workloads import traces
@@ -49,7 +49,7 @@ def workload_of(
     work = _requests(asked)
     rows = asked.classes if classes is None else classes
     if rows is not None:
-        work = in_classes(work, _classes(rows), asked.seed)
+        work = with_classes(work, _classes(rows), asked.seed)
     if asked.past_context:
         work = with_past(work, asked.past_context)
     if asked.prefix_cache_hit_rate:
@@ -76,7 +76,7 @@ def _requests(asked: WorkloadSection) -> Workload:
     _refuse_idle(asked)
     _refuse_beside_trace(asked, "rate", "isl", "osl")
     work = traces.read(asked.requests, speed=asked.speed, limit=asked.num_requests)
-    return work if asked.concurrency is None else in_lanes(work, asked.concurrency)
+    return work if asked.concurrency is None else with_concurrency(work, asked.concurrency)
 
 
 def _completed(asked: WorkloadSection, load: Mapping[str, Any]) -> WorkloadSection:
@@ -111,7 +111,7 @@ def _drawn(asked: WorkloadSection) -> Workload:
         work = sessions(count, arrivals, lengths, conversations, seed)
     else:
         work = open_loop(count, arrivals, lengths, seed)
-    return work if asked.concurrency is None else in_lanes(work, asked.concurrency)
+    return work if asked.concurrency is None else with_concurrency(work, asked.concurrency)
 
 
 def _arrivals(asked: WorkloadSection) -> Arrivals:
@@ -138,7 +138,7 @@ def _agents(asked: WorkloadSection, path: str) -> Workload:
         speed=asked.speed,
         seed=asked.seed,
     )
-    return work if asked.concurrency is None else in_lanes(work, asked.concurrency)
+    return work if asked.concurrency is None else with_concurrency(work, asked.concurrency)
 
 
 def _refuse_beside_trace(asked: WorkloadSection, *names: str) -> None:

@@ -28,7 +28,7 @@ class SectionOption(click.Option):
     """An option in a section of the help; unless `common`, only `--help-all` lists it."""
 
     def __init__(self, *arguments: Any, section: str, common: bool, **more: Any) -> None:
-        """Arguments are those of `click.Option`."""
+        """Arguments are those of click's `Option`."""
         super().__init__(*arguments, **more)
         self.section, self.common = section, common
 

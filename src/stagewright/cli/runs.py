@@ -140,7 +140,7 @@ def parse_ranks(text: str, world_size: int) -> list[int]:
 
 
 def describe_written(written: Mapping[str, Any], out: str, started: float) -> str:
-    """One line on the traces that were written; `started`: of `time.perf_counter`."""
+    """One line on the traces that were written; `started`: seconds of the performance counter."""
     from stagewright.numbers import quantity
     from stagewright.program.columns import TaskKind
 

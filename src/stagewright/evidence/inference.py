@@ -213,7 +213,7 @@ def _steady(
 ) -> SteadyState:
     """Figures of `requests` on a rank of dp, which wait for prompts of other users only."""
     host = HOSTS.get(SCHEDULERS.get(row.engine, ""), HostTimes())
-    waited = host.after(decode.seconds, requests)
+    waited = host.step_interval(decode.seconds, requests)
     users = math.inf if row.concurrency is None else row.concurrency / row.settings.get("dp", 1)
     share = requests * max(0.0, 1 - 1 / users) * chunks / row.osl
     prompts = chunks * (both.seconds - decode.seconds)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from stagewright.files import own_yaml
 from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.serving.engines import EngineSection
 from stagewright.serving.deployment import InstanceGroup
-from stagewright.serving.instance import Instance, instance
+from stagewright.serving.instance import Instance, make_instance
 from stagewright.serving.metrics import RequestTimes, ServingSummary, Slo
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
 from stagewright.serving.workloads.synthetic import (
@@ -33,7 +33,7 @@ from stagewright.serving.workloads.synthetic import (
     LoadStage,
     SharedPrefix,
     closed_loop,
-    staged,
+    load_in_stages,
 )
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.network import Machine
@@ -81,7 +81,7 @@ class LoadedServer:
         settings = {**self.settings, "max_model_len": options.pop("max_model_len")}
         engines = EngineSection(scheduler=SCHEDULERS[self.engine], **options)
         group = _group(self.hardware, self.engine, settings, engines)
-        work = staged(self.stages, self.prompts, poisson=False)
+        work = load_in_stages(self.stages, self.prompts, poisson=False)
         outcome = group.serve(work, Slo()).outcome
         times = RequestTimes.of(outcome)
         arrival = np.array(outcome.records.arrival)[times.number]
@@ -262,10 +262,8 @@ def _group(
         hardware, engine, tuple(sorted(settings.items())), checkpoint,
         max(limits.tokens, least_tokens), limits.requests, engines.gpu_memory_utilization,
     )  # fmt: skip
-    ahead = replace(
-        engines, async_scheduling=engines.async_scheduling and engine_instance.run.pp == 1
-    )
-    return InstanceGroup(engine_instance, engines, limits, scheduler_of(ahead, limits))
+    scheduler = scheduler_of(engines, limits, engine_instance.run.pp)
+    return InstanceGroup(engine_instance, engines, limits, scheduler)
 
 
 @cache
@@ -281,9 +279,9 @@ def _instance(
     """The instance of a server, whose table of step times is kept."""
     run, model = model_of_row(dict(settings), checkpoint)
     run = run.model_copy(update={"mode": "decode"})
-    return instance(
+    return make_instance(
         run, model, Machine.of(hardware_of(hardware), gpus=run.world_size),
-        Execution(serving_engine=engine), most_tokens=tokens, most_requests=requests,
+        Execution(serving_engine=engine), max_tokens=tokens, max_requests=requests,
         gpu_memory_utilization=gpu_memory_utilization,
     )  # fmt: skip
 

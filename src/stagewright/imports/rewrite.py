@@ -480,7 +480,7 @@ def _gated(graph: TracedGraph) -> None:
 
 
 def _replace_copies(graph: TracedGraph) -> None:
-    """Replace `t.copy_(x)` by x, cast or expanded to the shape of t."""
+    """Replace a copy of x into t by x, cast or expanded to the shape of t."""
     names: dict[str, str] = {}
     for node in [*graph.nodes.values()]:
         into = "slice_scatter" if operation(node) == "slice_scatter" else "copy"

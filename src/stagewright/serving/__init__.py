@@ -2,22 +2,23 @@
 
 A request from its arrival to its last token:
 
-1. A `workload` is columns of requests (`workloads/` reads and draws them); `Records` has a row for
-   what becomes of each one.
-2. A `deployment` has instances: groups of GPUs with a copy of the model in one layout (`instance`).
-3. It makes one engine for each replica of an instance, and a pool of the engines of each role.
-4. The request arrives (`arrivals`), and reaches its engine when the `host` has read it. The
-   `simulation` has one heap of events; where the router reads no engine and nothing else couples
-   engines, all arrivals are dealt out before the first event.
-5. The `routers` choose its engine among those of the pool, and it enters the queue of that engine.
-6. When a batch of the `engine` ends, its scheduler (`schedulers/vllm`) decides on the next one: it
+1. A `workload` is columns of requests (`workloads/` reads and draws them).
+2. `workload.accept` leaves out what no instance could serve, and ends outputs at `max_model_len`;
+   each of the others has a row in `Records`.
+3. A `deployment` has instances: groups of GPUs with a copy of the model in one layout (`instance`).
+4. It makes one engine for each replica of an instance, and a pool of the engines of each role.
+5. The request arrives (`arrivals`): at its own time plus the seconds that the `host` takes (HTTP,
+   tokenizer), which TTFT includes. The `simulation` has one heap of events; where the router reads
+   no engine and nothing else couples engines, all requests are routed before the first event.
+6. The `routers` choose its engine among those of the pool, and it enters the queue of that engine.
+7. When a batch of the `engine` ends, its scheduler (`schedulers/vllm`) decides on the next one: it
    admits the request, with a chunk of its prompt, or lets it wait. With `async_scheduling`, the
    default of vLLM, only requests that came before the batch began are seen.
-7. The `kv_cache` finds the beginning of the prompt that is cached, and counts blocks for the rest.
-8. `steps/step_times` returns the duration of the batch from sums over its requests.
-9. With the last chunk the request has its first token; then all steps up to the next change of the
-   batch are one event, whose duration is an arithmetic series.
-10. At the step of its last token the engine releases its blocks and notes the time in its record.
+8. The `kv_cache` finds the beginning of the prompt that is cached, and counts blocks for the rest.
+9. `steps/step_times` returns the duration of the batch from sums over its requests.
+10. With the last chunk the request has its first token; then all steps up to the next change of the
+    batch are one event, whose duration is an arithmetic series.
+11. At the step of its last token the engine releases its blocks and notes the time in its record.
 
 With stages, remote caches or failures it takes further ways: `stages` before the prompt,
 `disaggregation` and `kv_transfer` between prefill and decode, `lockstep` where replicas share

@@ -1,4 +1,4 @@
-"""Arrivals of requests: at their times, after others, and in lanes of a closed loop."""
+"""Arrivals of requests: at their times, after others, and in the slots of a closed loop."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from stagewright.serving.workload import Workload
 class ArrivalQueue(Iterator[tuple[float, int]]):
     """Arrivals at the router of requests that wait for no other one.
 
-    A follow-up arrives after all of its predecessors have ended (`after`). With a `concurrency`,
-    so many sessions are in flight: a session holds its lane until all of its requests have ended,
-    and the next session begins then, or at its own time if that is later. AIPerf's `--concurrency`
-    counts sessions in this way (ai-dynamo/aiperf, `docs/benchmark-modes/
-    timing-modes-reference.md`); of single requests it is vLLM's `--max-concurrency`.
+    A follow-up arrives after all of its predecessors have ended (`followers_of`). With a
+    `concurrency`, at most that number of sessions is in flight: a session holds its slot until all
+    of its requests have ended, and the next session begins then, or at its own time if that is
+    later. AIPerf's `--concurrency` counts sessions in this way (ai-dynamo/aiperf,
+    `docs/benchmark-modes/timing-modes-reference.md`); of single requests it is vLLM's
+    `--max-concurrency`.
     """
 
     def __init__(self, workload: Workload, host: HostTimes) -> None:
-        """Requests pass `host` on their way."""
+        """Arrivals of a workload through `host`."""
         self._workload, self._host = workload, host
         self._followers: dict[int, list[int]] = {}
-        self._predecessors: dict[int, int] = {}  # number of those that have not ended, if several
+        self._open_predecessors: dict[int, int] = {}  # number that have not ended, if several
         first: Sequence[int] = range(len(workload))
-        if workload.after is not None:
+        if workload.predecessor is not None:
             for request in first:
                 predecessors = workload.predecessors(request)
                 for predecessor in predecessors:
                     self._followers.setdefault(predecessor, []).append(request)
                 if len(predecessors) > 1:
-                    self._predecessors[request] = len(predecessors)
-            first = [request for request in first if workload.after[request] < 0]
+                    self._open_predecessors[request] = len(predecessors)
+            first = [request for request in first if workload.predecessor[request] < 0]
         self._session_of: list[int] = []  # first request of each request's session
         self._open: Counter[int] = Counter()  # requests that have not ended, by session
         self._waiting = iter(())
         if workload.concurrency is not None:
             self._waiting = iter(first[workload.concurrency :])
             first = first[: workload.concurrency]
-            if workload.after is not None:
-                for request, predecessor in enumerate(workload.after):
+            if workload.predecessor is not None:
+                for request, predecessor in enumerate(workload.predecessor):
                     session = request if predecessor < 0 else self._session_of[predecessor]
                     self._session_of.append(session)
                 self._open.update(self._session_of)
@@ -56,19 +57,19 @@ class ArrivalQueue(Iterator[tuple[float, int]]):
         return self._arrival(request), request
 
     def _arrival(self, request: int) -> float:
-        """Time at which a request has passed the host, if it waits for no other one."""
-        return self._workload.arrival[request] + self.delay(request)
+        """Time at which a request is at the router, if it waits for no other one."""
+        return self._workload.arrival[request] + self.seconds_to_router(request)
 
-    def delay(self, request: int) -> float:
-        """Seconds from the user to the engine's queue."""
-        return self._host.before_prefill(self._workload.prompt[request])
+    def seconds_to_router(self, request: int) -> float:
+        """Seconds from the user to the router: HTTP, queues, tokenizer."""
+        return self._host.seconds_to_router(self._workload.prompt[request])
 
-    def after(self, request: int, at: float) -> Iterator[tuple[float, int]]:
-        """Arrivals of the requests that waited for the end of one."""
+    def followers_of(self, request: int, at: float) -> Iterator[tuple[float, int]]:
+        """Arrivals of the requests that waited for the end of this one."""
         for follower in self._followers.pop(request, ()):
-            if follower in self._predecessors:
-                self._predecessors[follower] -= 1
-                if self._predecessors[follower]:
+            if follower in self._open_predecessors:
+                self._open_predecessors[follower] -= 1
+                if self._open_predecessors[follower]:
                     continue
             yield at + self._arrival(follower), follower
         if self._session_of:
@@ -78,4 +79,4 @@ class ArrivalQueue(Iterator[tuple[float, int]]):
                 return
         begins = next(self._waiting, None)
         if begins is not None:
-            yield max(at, self._workload.arrival[begins]) + self.delay(begins), begins
+            yield max(at, self._workload.arrival[begins]) + self.seconds_to_router(begins), begins

@@ -1,4 +1,4 @@
-"""Batch of one engine step, how schedulers use the KV cache, and how long steps take."""
+"""Batch of an engine step, rules for its KV blocks, and durations of steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ UNLIMITED = 1 << 60
 
 
 class StepBatch(NamedTuple):
-    """Work of an engine's next step, and how long that decision holds."""
+    """Requests of an engine's next step, and for how many steps this decision holds."""
 
     prefill: Sequence[tuple[int, int]] = ()
     """Requests with a prefill chunk, and its number of tokens."""
@@ -29,10 +29,10 @@ class StepBatch(NamedTuple):
 
 
 class CacheRules(NamedTuple):
-    """Times at which prompts take KV blocks and make them reusable; vLLM's by default."""
+    """Rules of when prompts take KV blocks and when others may reuse them; vLLM's by default."""
 
-    reserve_whole_prompt: bool = False
-    """An admitted request takes the blocks of its whole prompt at once."""
+    allocate_whole_prompt: bool = False
+    """An admitted request is allocated the blocks of its whole prompt at once."""
     cache_after_compute: bool = False
     """Blocks can be reused once they are computed, not when they are allocated."""
     deduplicate: bool = False
@@ -40,7 +40,7 @@ class CacheRules(NamedTuple):
 
 
 class DecodeRun(NamedTuple):
-    """Consecutive decode steps of one batch, whose durations are an arithmetic series."""
+    """Run of decode steps of one batch, whose durations are an arithmetic series."""
 
     steps: int
     seconds: float
@@ -73,8 +73,8 @@ class BatchTimes(Protocol):
     `pairs`: pairs of a query and a key, `new * context + new * (new + 1) / 2` of each request.
     """
 
-    def linear_run(self, requests: int, keys: int) -> tuple[float, float, int]:
-        """Seconds of the next decode step, growth per step, and steps (>= 1) for which it holds."""
+    def linear_run(self, requests: int, keys: int) -> DecodeRun:
+        """Run of the next decode steps, as long as the series holds (at least 1 step)."""
         ...
 
     def step(

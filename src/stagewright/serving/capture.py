@@ -75,7 +75,7 @@ class _Watched(SchedulerWrapper):
             self.steps = min(lefts) if decodes else 1
 
 
-def _captured(
+def _capture(
     deployment: Deployment, workload: Workload, at: float, engines: Sequence[int]
 ) -> list[Captured]:
     """Capture the steps of some engines; the first one of an engine that has run none."""
@@ -102,7 +102,7 @@ def _run_of(group: InstanceGroup, watched: _Watched) -> Captured:
         # The scheduler decides again where step times cease to be one series.
         times = group.instance.times.with_host(group.host)
         keys = sum((g.context_length or 0) + 1 for g in groups)
-        seconds, growth, _ = times.linear_run(len(groups), keys)
+        _, seconds, growth = times.linear_run(len(groups), keys)
         steps = steps_to_reach(seconds, growth, at - begins, watched.steps) - 1
         begins += series_sum(seconds, growth, steps)
         groups = [replace(g, context_length=(g.context_length or 0) + steps) for g in groups]
@@ -126,7 +126,7 @@ def _group_of(deployment: Deployment, engine: int) -> tuple[InstanceGroup, int]:
 
 def first_engine(deployment: Deployment, instance: int) -> int:
     """The first engine of an instance, which are numbered through all groups."""
-    replicas = [s.instance.replicas for s in deployment.groups for _ in range(s.engines.instances)]
+    replicas = [s.instance.replicas for s in deployment.groups for _ in range(s.settings.instances)]
     if not 0 <= instance < len(replicas):
         raise UserError(f"instance {instance}: wanted one of 0 to {len(replicas) - 1}")
     return [0, *accumulate(replicas)][instance]
@@ -141,7 +141,7 @@ def step_at(
     it (one that has run none yet: its first one): prefill ranks first. A link sends or receives one
     cache at a time (`kv_transfer.KvLinks`), so there is at most one.
     """
-    (capture,) = _captured(deployment, workload, at, [engine])
+    (capture,) = _capture(deployment, workload, at, [engine])
     if capture.begins > at:
         raise UserError(f"engine {engine} runs no step before {at:g} s; choose a later moment")
     transfer = _transfer_in_flight(outcome, at, engine)
@@ -149,7 +149,7 @@ def step_at(
         return compile(capture.run, _group_of(deployment, engine)[0].instance.model)
     numbers = transfer.source, transfer.target
     ends: list[TransferEnd] = []
-    for number, step in zip(numbers, _captured(deployment, workload, at, numbers), strict=True):
+    for number, step in zip(numbers, _capture(deployment, workload, at, numbers), strict=True):
         group, replica = _group_of(deployment, number)
         instance = group.instance
         ends.append(TransferEnd(instance.run, compile(step.run, instance.model), replica))

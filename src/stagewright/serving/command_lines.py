@@ -15,6 +15,7 @@ from typing import Any
 
 from stagewright.errors import UserError, either
 from stagewright.serving.deployment import Deployment, InstanceGroup
+from stagewright.serving.schedulers.named import schedules_ahead
 
 HUB = "https://huggingface.co/"
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt-llm"}
@@ -39,14 +40,14 @@ def command_lines(deployment: Deployment, engine: str) -> list[str]:
         raise UserError(f"--as {engine}: wanted {either(ENGINES)}")
     lines: list[str] = []
     for group in deployment.groups:
-        timed = group.engines.scheduler
+        timed = group.settings.scheduler
         if timed != ENGINES[engine]:
             raise UserError(
                 f"--as {engine}: this deployment was timed with scheduler {timed}; give another "
                 f"row (--run), or only --scheduler {ENGINES[engine]}"
             )
         role = "" if group.role == "both" else f" for {group.role}"
-        count = group.engines.instances
+        count = group.settings.instances
         lines.append(
             f"# {count} x {group.instance.gpus} x {group.instance.machine.hardware.name}{role}"
         )
@@ -65,7 +66,7 @@ def _model(group: InstanceGroup) -> str:
 def _max_model_len(group: InstanceGroup) -> int:
     """Longest request: engines do not start where the cache of one has no room for it."""
     cache = group.instance.cache
-    return min(group.max_model_len, cache.blocks * cache.block_size)
+    return min(group.max_model_len, cache.num_blocks * cache.block_size)
 
 
 def _line(command: str, options: Mapping[str, Any]) -> str:
@@ -79,7 +80,7 @@ def _line(command: str, options: Mapping[str, Any]) -> str:
 
 
 def _vllm(group: InstanceGroup) -> Iterator[str]:
-    run, engines = group.instance.run, group.engines
+    run, engines = group.instance.run, group.settings
     experts = group.instance.model.num_experts > 0
     speculative: dict[str, Any] | None = None
     if run.num_speculative_tokens and engines.speculative_method:
@@ -110,7 +111,7 @@ def _vllm(group: InstanceGroup) -> Iterator[str]:
             "--scheduling-policy": engines.scheduling_policy,
             _switch("enable-prefix-caching", engines.enable_prefix_caching): True,
             _switch("enable-chunked-prefill", engines.enable_chunked_prefill is not False): True,
-            _switch("async-scheduling", engines.async_scheduling and run.pp == 1): True,
+            _switch("async-scheduling", schedules_ahead(engines, run.pp)): True,
             "--speculative-config": None if speculative is None else json.dumps(speculative),
             "--kv-transfer-config": None
             if group.role == "both"
@@ -122,7 +123,7 @@ def _vllm(group: InstanceGroup) -> Iterator[str]:
 
 
 def _sglang(group: InstanceGroup) -> Iterator[str]:
-    run, engines = group.instance.run, group.engines
+    run, engines = group.instance.run, group.settings
     replicas = run.dp
     yield _line(
         f"python3 -m sglang.launch_server --model-path {_model(group)}",
@@ -141,7 +142,7 @@ def _sglang(group: InstanceGroup) -> Iterator[str]:
             "--chunked-prefill-size": group.limits.prompt_tokens,
             "--max-prefill-tokens": engines.max_prefill_tokens,
             "--max-running-requests": group.limits.requests * replicas,
-            "--max-total-tokens": group.blocks * run.kv_block_size,
+            "--max-total-tokens": group.num_blocks * run.kv_block_size,
             "--schedule-policy": engines.schedule_policy,
             "--schedule-conservativeness": engines.schedule_conservativeness,
             "--scheduler-recv-interval": engines.scheduler_recv_interval,
@@ -156,7 +157,7 @@ def _sglang(group: InstanceGroup) -> Iterator[str]:
 
 
 def _trtllm(group: InstanceGroup) -> Iterator[str]:
-    run, engines = group.instance.run, group.engines
+    run, engines = group.instance.run, group.settings
     replicas = run.dp
     fields: dict[str, Any] = {
         "enable_attention_dp": replicas > 1,
@@ -169,7 +170,7 @@ def _trtllm(group: InstanceGroup) -> Iterator[str]:
             "dtype": {None: "auto", "bf16": "auto"}.get(run.kv_cache_dtype, run.kv_cache_dtype),
             "enable_block_reuse": engines.enable_prefix_caching,
             "tokens_per_block": run.kv_block_size,
-            "max_tokens": group.blocks * run.kv_block_size,
+            "max_tokens": group.num_blocks * run.kv_block_size,
         },
     }
     if engines.batch_wait_timeout_iters:

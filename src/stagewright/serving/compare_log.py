@@ -42,12 +42,12 @@ class MeasuredRun:
     """Figures and times of a log, or of the result of a benchmark client (s)."""
 
     figures: Mapping[tuple[str, str], float]
-    """By time (ttft, tpot, e2e) and figure (mean, p50, ...)."""
+    """Figures by name of the time (ttft, tpot, e2e) and of the figure (mean, p50, ...)."""
     times: Mapping[str, Float]
-    """By time, each request's in the order of arrival, nan where it is not known; none where only
-    figures are known."""
+    """Times of requests by name, in order of arrival, nan where unknown; empty where only figures
+    are known."""
     rates: Mapping[str, float]
-    """Requests/s and output tokens/s, as far as the result of a client says them."""
+    """Requests/s and output tokens/s, as far as the result of a client has them."""
 
 
 def measured_run(path: str | Path) -> MeasuredRun:

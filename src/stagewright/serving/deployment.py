@@ -31,7 +31,11 @@ from stagewright.serving.lockstep import LockstepGroup
 from stagewright.serving.metrics import ServingSummary, Slo, summarize
 from stagewright.serving.operation import InstanceEvents
 from stagewright.serving.routers import router_of
-from stagewright.serving.schedulers.named import BatchLimits, refuse_chunks_below_a_block
+from stagewright.serving.schedulers.named import (
+    BatchLimits,
+    class_of,
+    refuse_chunks_below_a_block,
+)
 from stagewright.serving.schedulers.priority import VllmByPriority
 from stagewright.serving.schedulers.static import Static
 from stagewright.serving.schedulers.tensorrt_llm import TensorRtLlm
@@ -54,18 +58,18 @@ SAMPLES = 200
 
 @dataclass(frozen=True, eq=False)
 class InstanceGroup:
-    """Equal instances: their layout, engine settings and role.
+    """Equal instances: their layout, settings of their engines, and role.
 
     Raises UserError for a scheduler whose chunks are smaller than a block of the cache.
     """
 
     instance: Instance
-    engines: EngineSection
+    settings: EngineSection
     limits: BatchLimits
     scheduler: Scheduler
     role: Role = "both"
     watch: Callable[[Scheduler], Scheduler] | None = None
-    """Wraps the scheduler of each engine, in order."""
+    """Function that replaces the scheduler of each engine, in order (to observe it)."""
 
     def __post_init__(self) -> None:
         """Check the scheduler."""
@@ -74,12 +78,12 @@ class InstanceGroup:
     @property
     def gpus(self) -> int:
         """GPUs of all instances."""
-        return self.instance.gpus * self.engines.instances
+        return self.instance.gpus * self.settings.instances
 
     @property
     def num_engines(self) -> int:
         """Engines of all instances: one for each rank of attention data parallelism."""
-        return self.engines.instances * self.instance.replicas
+        return self.settings.instances * self.instance.replicas
 
     @property
     def max_model_len(self) -> int:
@@ -87,24 +91,34 @@ class InstanceGroup:
         return self.instance.run.max_model_len or self.instance.model.max_position_embeddings
 
     @property
-    def blocks(self) -> int:
-        """KV blocks of one engine; vLLM keeps one that stands for none (`null_block`)."""
-        return self.engines.num_gpu_blocks or self.instance.cache.blocks - 1
+    def num_blocks(self) -> int:
+        """KV blocks of one engine; vLLM reserves one as placeholder (`null_block`)."""
+        return self.settings.num_gpu_blocks or self.instance.cache.num_blocks - 1
 
     @property
     def host(self) -> HostTimes:
-        """Host times of the engine; zero for a scheduler that was not measured."""
-        return HOSTS.get(self.engines.scheduler, HostTimes())
+        """Host times by the scheduler of the settings; zero if they were not measured.
+
+        Where a scheduler is given as an object, the setting has its default: vLLM's times count.
+        """
+        return HOSTS.get(self.settings.scheduler, HostTimes())
+
+    @property
+    def scheduler_name(self) -> str:
+        """Name of the scheduler in the settings; of an object that differs, its class."""
+        named = class_of(self.settings.scheduler)
+        scheduler = type(self.scheduler)
+        return self.settings.scheduler if scheduler is named else scheduler.__name__
 
     @property
     def drafts(self) -> Drafts | None:
         """Drafts of a step and their acceptance; raises UserError where that is not given.
 
-        vLLM has places for as many tokens more as there are drafts, which the draft model writes
+        vLLM also has slots for tokens that the draft model writes, as many as there are drafts
         (`num_lookahead_tokens`, vllm-project/vllm@00024d31 `vllm/v1/core/sched/scheduler.py`).
         """
-        number, engines = self.instance.run.num_speculative_tokens, self.engines
-        length, rate = engines.acceptance_length, engines.acceptance_rate
+        number = self.instance.run.num_speculative_tokens
+        length, rate = self.settings.acceptance_length, self.settings.acceptance_rate
         if not number:
             if length is not None or rate is not None:
                 raise UserError(
@@ -124,28 +138,28 @@ class InstanceGroup:
         return Drafts.of_rate(number, rate or 0.0, slots)
 
     @property
-    def room(self) -> int:
+    def max_request_tokens(self) -> int:
         """Tokens of the longest request that fits into the cache of an engine."""
         cache = self.instance.cache
-        return (self.blocks - cache.blocks_per_request) * cache.block_size - self._draft_room
+        return (self.num_blocks - cache.blocks_per_request) * cache.block_size - self._draft_tokens
 
     @property
-    def _draft_room(self) -> int:
-        """Tokens of drafts for which the longest request keeps room."""
+    def _draft_tokens(self) -> int:
+        """Cache positions that the longest request needs for drafts."""
         return 0 if self.drafts is None else self.drafts.slots - 1
 
-    def check_room(self) -> None:
-        """Raise UserError where the cache has no room for a single token of a request."""
-        if self.room > 0:
+    def check_max_request_tokens(self) -> None:
+        """Raise UserError where the cache cannot hold a single token of a request."""
+        if self.max_request_tokens > 0:
             return
         cache = self.instance.cache
         size, per_request = cache.block_size, cache.blocks_per_request
-        lacking = -(-(1 - self.room) // size)
+        lacking = -(-(1 - self.max_request_tokens) // size)
         raise UserError(
-            f"the KV cache of an engine has {self.blocks:,} blocks of {size} tokens, wanted at "
-            f"least {self.blocks + lacking:,}: each request takes {per_request:,} of them for "
-            f"states and windows, {self._draft_room:,} tokens for drafts, and its own tokens; give "
-            "more --num-gpu-blocks, or without that option more --gpu-memory-utilization or a "
+            f"the KV cache of an engine has {self.num_blocks:,} blocks of {size} tokens, wanted at "
+            f"least {self.num_blocks + lacking:,}: each request takes {per_request:,} of them for "
+            f"states and windows, {self._draft_tokens:,} tokens for drafts, and its own tokens; "
+            "give more --num-gpu-blocks, or without that option more --gpu-memory-utilization or a "
             "layout on more GPUs"
         )
 
@@ -161,7 +175,7 @@ class InstanceGroup:
         return scheduler if self.watch is None else self.watch(scheduler)
 
     def _scheduler_for(self, workload: Workload) -> Scheduler:
-        if self.engines.scheduling_policy == "fcfs":
+        if self.settings.scheduling_policy == "fcfs":
             return copy(self.scheduler)
         if type(self.scheduler) is not Vllm or self.instance.run.num_speculative_tokens:
             raise UserError(
@@ -228,19 +242,20 @@ class Deployment:
                 "leave out --fail-at and --max-instances, or use --kv-transfer prompt"
             )
         scales = self.operation is not None and self.operation.scaling
-        if scales and len(self._back) > 1:
+        decode_groups = self._decode_groups
+        if scales and len(decode_groups) > 1:
             raise UserError(
                 "autoscaling is of instances that are alike; wanted one group that serves "
-                f"{self._back[0].role} beside --max-instances, got {len(self._back)}"
+                f"{decode_groups[0].role} beside --max-instances, got {len(decode_groups)}"
             )
 
     @property
-    def _front(self) -> list[InstanceGroup]:
+    def _prefill_groups(self) -> list[InstanceGroup]:
         """Groups that compute prompts."""
         return [group for group in self.groups if group.role != "decode"]
 
     @property
-    def _back(self) -> list[InstanceGroup]:
+    def _decode_groups(self) -> list[InstanceGroup]:
         """Groups that decode; their instances may be scaled."""
         return [group for group in self.groups if group.role != "prefill"]
 
@@ -264,16 +279,16 @@ class Deployment:
     ) -> ServedRun:
         """Serve a workload to its end; `whole_run`: measure its ramp and drain, too."""
         outcome, accepted = self.run(workload, progress)
-        return self.summarized(outcome, accepted, slo, whole_run=whole_run)
+        return self.summarize(outcome, accepted, slo, whole_run=whole_run)
 
-    def summarized(
+    def summarize(
         self, outcome: Outcome, accepted: Accepted, slo: Slo, *, whole_run: bool = False
     ) -> ServedRun:
-        """Metrics of a run of this deployment."""
+        """Compute the metrics of a run of this deployment."""
         gpus = self.gpus
         if outcome.instances:  # those that served at one time
             never = len(outcome.engines) - max(count for _, count in outcome.instances)
-            gpus -= never * self._back[0].instance.gpus
+            gpus -= never * self._decode_groups[0].instance.gpus
         summary = summarize(
             outcome, slo, gpus, accepted.rejected, accepted.shortened, whole_run=whole_run
         )
@@ -285,20 +300,20 @@ class Deployment:
         progress: ProgressCallback | None = None,
         stop_early: StopEarly | None = None,
     ) -> tuple[Outcome, Accepted]:
-        """Simulate a workload, to its end or until `stop_early`; also what was accepted."""
+        """Simulate a workload, to its end or until `stop_early`; return what was accepted, too."""
         if self.stages is not None and self.stages.added_tokens:
             workload = with_documents(workload, self.stages.added_tokens)
-        accepted = self.accepted(workload)
-        front, back = self._front, self._back
-        in_blocks = chains_in_blocks(accepted.workload, back[0].instance.cache.block_size)
-        records = Records.of(len(in_blocks))
-        handover = Handover.of(len(in_blocks) * self.disaggregated)
+        accepted = self.accept(workload)
+        prefill_groups, decode_groups = self._prefill_groups, self._decode_groups
+        requests = chains_in_blocks(accepted.workload, decode_groups[0].instance.cache.block_size)
+        records = Records.of(len(requests))
+        handover = Handover.of(len(requests) * self.disaggregated)
         engines: list[Engine] = []
         group_of: list[InstanceGroup] = []
         for group in self.groups:
-            engines += self._engines(group, in_blocks, records, handover)
+            engines += self._engines(group, requests, records, handover)
             group_of += [group] * group.num_engines
-        transfers, router = None, back[0].engines.router
+        transfers, router = None, decode_groups[0].settings.router
         if self.disaggregated:
             between = cache(transfer_between)
             transfers = KvTransfers(
@@ -308,44 +323,45 @@ class Deployment:
                 self.kv_transfer,
             )
             pools = [
-                _pool("prefill", group_of, in_blocks, self.prefill_router),
-                _pool("decode", group_of, in_blocks, router),
+                _pool("prefill", group_of, requests, self.prefill_router),
+                _pool("decode", group_of, requests, router),
             ]
         else:
-            pools = [_pool("both", group_of, in_blocks, router)]
+            pools = [_pool("both", group_of, requests, router)]
         stages, operation = self.stages, self.operation
         if stages is not None:
-            stages = replace(stages, bytes_per_token=front[0].instance.cache.bytes_per_token)
+            bytes_per_token = prefill_groups[0].instance.cache.bytes_per_token
+            stages = replace(stages, bytes_per_token=bytes_per_token)
         if operation is not None and operation.scaling is None:
             operation = replace(operation, instances=len(engines))  # all serve
         simulation = ServingSimulation(
-            in_blocks, records, engines, pools, transfers=transfers, stages=stages,
+            requests, records, engines, pools, transfers=transfers, stages=stages,
             operation=operation, progress=progress, stop_early=stop_early,
         )  # fmt: skip
         return simulation.run(), accepted
 
-    def accepted(self, workload: Workload) -> Accepted:
-        """Requests that some instances can serve; raises UserError where none is left."""
-        front, back = self._front, self._back
-        for groups in (back, front):
-            max(groups, key=lambda group: group.room).check_room()
-        max_model_len = max(group.max_model_len for group in back)
-        room = max(group.room for group in back)
-        max_prompt = max(group.max_prompt for group in front)
-        prefill_room = max(group.room for group in front)
-        accepted = accept(workload, max_model_len, room, max_prompt, prefill_room)
+    def accept(self, workload: Workload) -> Accepted:
+        """Leave out requests that no instance can serve; raises UserError where none is left."""
+        prefill_groups, decode_groups = self._prefill_groups, self._decode_groups
+        for groups in (decode_groups, prefill_groups):
+            max(groups, key=lambda group: group.max_request_tokens).check_max_request_tokens()
+        max_model_len = max(group.max_model_len for group in decode_groups)
+        kv_tokens = max(group.max_request_tokens for group in decode_groups)
+        max_prompt = max(group.max_prompt for group in prefill_groups)
+        prefill_kv_tokens = max(group.max_request_tokens for group in prefill_groups)
+        accepted = accept(workload, max_model_len, kv_tokens, max_prompt, prefill_kv_tokens)
         if not len(accepted.workload):
             why = "; ".join(f"{count} x {reason}" for reason, count in accepted.rejected.items())
             raise UserError(
                 f"no request can be served: {why} (max_model_len {max_model_len}, KV cache of "
-                f"{room} tokens)"
+                f"{kv_tokens} tokens)"
             )
         return accepted
 
     def _engines(
         self, group: InstanceGroup, workload: Workload, records: Records, handover: Handover
     ) -> list[Engine]:
-        """Idle engines of a group, in lockstep where its replicas share experts."""
+        """Create the engines of a group, idle, in lockstep where its replicas share experts."""
         instance, drafts = group.instance, group.drafts
         times = instance.times.of_replica(group.host)
         sample_every = max(max(workload.arrival) / SAMPLES, 0.05)
@@ -356,16 +372,16 @@ class Deployment:
         to_the_end = isinstance(group.scheduler, TensorRtLlm)
         engines: list[Engine] = []
         for _ in range(group.num_engines):
-            blocks = PagedKvCache(
-                group.blocks,
+            kv_cache = PagedKvCache(
+                group.num_blocks,
                 instance.cache.block_size,
-                group.engines.enable_prefix_caching,
+                group.settings.enable_prefix_caching,
                 instance.cache.blocks_per_request,
             )
             scheduler = group.scheduler_for(workload)
             if remote:
                 scheduler = RemoteKvScheduler(scheduler, group.limits.requests, to_the_end)
-            args = (workload, records, blocks, scheduler, times, sample_every)
+            args = (workload, records, kv_cache, scheduler, times, sample_every)
             if group.role == "prefill":
                 pushes = self.kv_transfer != "prompt"
                 engine = PrefillEngine(handover.prefilled, *args, pushes=pushes)
@@ -391,10 +407,10 @@ def _pool(role: Role, group_of: list[InstanceGroup], workload: Workload, router:
         if role != "decode" and prompt > group.max_prompt:
             return False
         tokens = prompt if role == "prefill" else prompt + workload.output[request] - 1
-        return tokens <= group.room
+        return tokens <= group.max_request_tokens
 
-    limits = {(group.room, group.max_prompt) for group in groups.values()}
-    weakest = {min(groups, key=lambda n: groups[n].room)}
+    limits = {(group.max_request_tokens, group.max_prompt) for group in groups.values()}
+    weakest = {min(groups, key=lambda n: groups[n].max_request_tokens)}
     weakest.add(min(groups, key=lambda n: groups[n].max_prompt))
     all_fit = len(limits) == 1 or all(fits(r, n) for r in range(len(workload)) for n in weakest)
     hosts = {number: group.host for number, group in groups.items()}
@@ -411,7 +427,7 @@ def transfer_between(source: InstanceGroup, target: InstanceGroup) -> KvTransfer
         return transfer
     # vLLM's connectors send the caches of all layers, including those of the drafter.
     layouts = drafters[0].run, drafters[1].run
-    return transfer.beside(KvTransferCost.between(*layouts, drafters[1].model, hardware))
+    return transfer.with_second_model(KvTransferCost.between(*layouts, drafters[1].model, hardware))
 
 
 def slo_of(settings: WorkloadSection) -> Slo:

@@ -85,30 +85,34 @@ class RemoteKvEngine(Engine):
 
         `to_the_end`: blocks must suffice until all requests have finished.
         """
-        size, blocks = self.block_size, self.blocks
+        size, kv_cache = self.block_size, self.kv_cache
         tokens, hit, _ = self.cached_prefix(request)
         remote = self.remote[request]
         if remote <= hit.blocks * size:  # all of it is cached here
             del self.remote[request]
             return True
-        needed = -(-tokens // size) + blocks.per_request
-        free = blocks.free - self._new_blocks[self.decode_step % size] - self.promised(to_the_end)
+        needed = -(-tokens // size) + kv_cache.per_request
+        free = (
+            kv_cache.free
+            - self._block_starts[self.decode_step % size]
+            - self.reserved_blocks(to_the_end)
+        )
         if to_the_end:
             needed = self.max_blocks(request)
             free -= sum(map(self.blocks_to_finish, self.running))
         if needed - hit.blocks + hit.evictable > free:
             return False
         if hit.segments:
-            blocks.hold(request, hit)
-        blocks.take(-(-remote // size) - hit.blocks + blocks.per_request)
+            kv_cache.hold(request, hit)
+        kv_cache.take(-(-remote // size) - hit.blocks + kv_cache.per_request)
         del self.remote[request]
         self.loading[request] = remote
         self.pulls.append((request, remote - hit.blocks * size))
         return True
 
-    def promised(self, to_the_end: bool) -> int:
+    def reserved_blocks(self, to_the_end: bool) -> int:
         """Blocks that requests with loading or loaded cache still need: for the prompt, or all."""
-        size, per_request = self.block_size, self.blocks.per_request
+        size, per_request = self.block_size, self.kv_cache.per_request
         tokens_of = {**self.loading, **self._loaded}
         if to_the_end:
             return sum(
@@ -119,9 +123,9 @@ class RemoteKvEngine(Engine):
     def finish_loading(self, request: int, at: float) -> None:
         """Queue a request whose cache has arrived."""
         tokens = self.loading.pop(request)
-        keys, ends = self.chain(request)
-        if keys:
-            self.blocks.extend(request, keys, ends, tokens // self.block_size)
+        segments, ends = self.chain(request)
+        if segments:
+            self.kv_cache.extend(request, segments, ends, tokens // self.block_size)
         self._loaded[request] = tokens
         self.arrival_time[request] = at
         self.add_request(request)
@@ -142,33 +146,37 @@ class RemoteKvEngine(Engine):
         self._finish_prefill(request)
 
     def cached_prefix(self, request: int) -> CachedPrefix:
-        """Like `Engine.cached_prefix`; loaded cache counts as cached."""
+        """Cached part of a waiting request; loaded cache counts as cached."""
         loaded = self._loaded.get(request)
         if loaded is None:
             return super().cached_prefix(request)
         tokens = self.tokens(request)
         return CachedPrefix(tokens, CacheHit([], min(loaded, tokens - 1) // self.block_size, 0), 0)
 
-    def admit(self, max_tokens: int, *, whole_prompt: bool = True, chunked: bool = True) -> int:
-        """Like `Engine.admit`; of a loaded prompt only the last token is computed."""
+    def admit(
+        self, max_tokens: int, *, full_sequence_must_fit: bool = True, chunked: bool = True
+    ) -> int:
+        """Admit the first waiting request; of a loaded prompt only the last token is computed."""
         request = self.waiting[0]
         loaded = self._loaded.get(request)
         if loaded is None:
-            return super().admit(max_tokens, whole_prompt=whole_prompt, chunked=chunked)
+            return super().admit(
+                max_tokens, full_sequence_must_fit=full_sequence_must_fit, chunked=chunked
+            )
         size, tokens = self.block_size, self.tokens(request)
         computed = min(loaded, tokens - 1)
         chunk = min(tokens - computed, max_tokens)
         allocated = -(-loaded // size)
-        needed = -(-(tokens if whole_prompt else computed + chunk) // size) - allocated
-        if needed > self.blocks.free or (chunk < tokens - computed and not chunked):
+        needed = -(-(tokens if full_sequence_must_fit else computed + chunk) // size) - allocated
+        if needed > self.kv_cache.free or (chunk < tokens - computed and not chunked):
             return 0
-        end = tokens if self.reserve_whole_prompt else computed + chunk
-        self.blocks.take(max(0, -(-end // size) - allocated))
+        end = tokens if self.allocate_whole_prompt else computed + chunk
+        self.kv_cache.take(max(0, -(-end // size) - allocated))
         del self._loaded[request]
         self.waiting.popleft()
         self.running[request] = None
         self.remaining_prefill[request] = tokens - computed - chunk
-        if self.records.scheduled[request] != self.records.scheduled[request]:
+        if math.isnan(self.records.scheduled[request]):
             self.records.scheduled[request] = self.now
             self.records.cached[request] = computed
         return chunk
@@ -203,8 +211,8 @@ class RemoteKvEngine(Engine):
 
     def restart(self, scheduler: Scheduler) -> None:
         """Serve again, with an empty cache."""
-        old = self.blocks
-        self.blocks = PagedKvCache(old.size, old.block_size, old.caching, old.per_request)
+        old = self.kv_cache
+        self.kv_cache = PagedKvCache(old.size, old.block_size, old.caching, old.per_request)
         self.scheduler = scheduler
 
     def adopt(self, request: int, output_tokens: int, token_time: float) -> None:
@@ -231,7 +239,7 @@ class RemoteKvEngine(Engine):
         tokens = self.loading.pop(request, None)
         if tokens is None:
             tokens = self._loaded.pop(request)
-        self.blocks.release(request, -(-tokens // self.block_size), resumable=False)
+        self.kv_cache.release(request, -(-tokens // self.block_size), resumable=False)
 
     def _wake_up(self, at: float) -> None:
         """Let waiting requests use blocks that were freed, if no batch is running."""
@@ -261,14 +269,14 @@ class PrefillEngine(RemoteKvEngine):
 
     def release_unread(self, request: int, at: float) -> None:
         """Free the blocks of a prompt that have been read; waiting requests may go on."""
-        self.blocks.release(request, self._unread.pop(request), resumable=False)
+        self.kv_cache.release(request, self._unread.pop(request), resumable=False)
         self._wake_up(at)
 
     def lose_unread(self) -> list[int]:
         """Free the blocks of all complete prompts, which have not been read."""
         requests = [*self._unread]
         for request in requests:
-            self.blocks.release(request, self._unread.pop(request), resumable=False)
+            self.kv_cache.release(request, self._unread.pop(request), resumable=False)
         return requests
 
     def _complete(self, request: int, computed: int) -> None:
@@ -321,17 +329,19 @@ class RemoteKvScheduler(SchedulerWrapper):
         deferred = engine.waiting
         for request in loaded:
             deferred.remove(request)
-        without_seat: list[int] = []
+        without_slot: list[int] = []
         if engine.with_first_token:
-            seats = max(0, self.max_running - len(engine.running))
-            loaded, without_seat = loaded[:seats], loaded[seats:]
+            slots = max(0, self.max_running - len(engine.running))
+            loaded, without_slot = loaded[:slots], loaded[slots:]
             for request in loaded:
                 engine.start_decode(request)
             loaded.clear()
         local = deque(loaded)
         while deferred and deferred[0] in engine.remote:
-            seats = len(engine.running) + len(local) + len(without_seat)
-            if seats >= self.max_running or not engine.start_pull(deferred[0], self.to_the_end):
+            used_slots = len(engine.running) + len(local) + len(without_slot)
+            if used_slots >= self.max_running or not engine.start_pull(
+                deferred[0], self.to_the_end
+            ):
                 break
             request = deferred.popleft()
             if request not in engine.loading:
@@ -340,12 +350,12 @@ class RemoteKvScheduler(SchedulerWrapper):
             local.append(deferred.popleft())
         engine.waiting = local
         num_running = len(engine.running)
-        promised = engine.promised(to_the_end=True) if self.to_the_end else 0
-        engine.blocks.free -= promised
+        reserved = engine.reserved_blocks(to_the_end=True) if self.to_the_end else 0
+        engine.kv_cache.free -= reserved
         batch = self.scheduler.schedule(engine)
-        engine.blocks.free += promised
+        engine.kv_cache.free += reserved
         deferred.extendleft(reversed(engine.waiting))
-        deferred.extendleft(reversed(without_seat))
+        deferred.extendleft(reversed(without_slot))
         engine.waiting = deferred
         if num_running and not engine.running:  # all were preempted: loaded requests go on
             return self.schedule(engine)

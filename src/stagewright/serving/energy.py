@@ -7,6 +7,7 @@ logs. A step with prompts draws the power of prompts for as long as it exceeds i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -119,7 +120,7 @@ def serving_expense(
     up = _seconds_up(run)
     for group in groups:
         instance, hardware = group.instance, group.instance.machine.hardware
-        count = group.engines.instances * instance.replicas
+        count = group.settings.instances * instance.replicas
         engines = run.outcome.engines[first : first + count]
         power = _Power.of(instance, engines, context)
         per_hour = hardware.price_usd_per_gpu_hour if price is None else price
@@ -135,7 +136,7 @@ def serving_expense(
         joules,
         joules / max(window.seconds, 1e-12) / (gpus or 1),
         joules / tokens,
-        None if cost != cost else cost,
+        None if math.isnan(cost) else cost,
     )
 
 

@@ -50,30 +50,30 @@ class Scheduler(Protocol):
 
 
 class SchedulerWrapper:
-    """Scheduler around another one, with the optional attributes of that one."""
+    """Scheduler that calls another one, and has its optional attributes."""
 
     scheduler: Scheduler
 
     @property
     def async_scheduling(self) -> bool:
-        """Like the wrapped scheduler."""
+        """Attribute of the wrapped scheduler."""
         return bool(getattr(self.scheduler, "async_scheduling", False))
 
     @property
     def cache_rules(self) -> CacheRules:
-        """Like the wrapped scheduler."""
+        """Attribute of the wrapped scheduler."""
         return getattr(self.scheduler, "cache_rules", CacheRules())
 
 
 class Clock(Protocol):
-    """Advances in time as one: a single engine, or a lockstep group of engines."""
+    """Engines that advance together: one engine, or a lockstep group."""
 
     next_event: float
     """End of the current batch or, if idle, arrival of the next request."""
 
     @property
     def engines(self) -> Sequence[Engine]:
-        """Engines that share this clock."""
+        """Engines of this clock."""
         ...
 
     def advance(self, until: float) -> None:
@@ -104,21 +104,22 @@ class Engine:
     """Queue, running requests, KV cache and current batch of one engine.
 
     Schedulers read `waiting`, `running` (in order of admission), `remaining_prefill`, `decoding`,
-    `blocks`, `tokens`, `computed_tokens`, `blocks_needed`; they call `reserve`, `admit`, `grow` and
-    `preempt`. `advance` runs the engine up to a given time.
+    `kv_cache`, `tokens`, `computed_tokens`, `blocks_needed`; they call `reserve`, `admit`, `grow`
+    and `preempt`. `advance` runs the engine up to a given time.
     """
 
     def __init__(
         self,
         workload: Workload,
         records: Records,
-        blocks: PagedKvCache,
+        kv_cache: PagedKvCache,
         scheduler: Scheduler,
         times: BatchTimes,
         sample_every: float = math.inf,
     ) -> None:
         """Start idle. `sample_every`: seconds between samples of queue, batch and cache."""
-        self.records, self.blocks, self.block_size = records, blocks, blocks.block_size
+        self.records, self.kv_cache = records, kv_cache
+        self.block_size = kv_cache.block_size
         self.scheduler, self.times = scheduler, times
         self.prompt, self.output = workload.prompt, workload.output
         self.arrival_time = records.reached
@@ -126,9 +127,9 @@ class Engine:
         self.async_scheduling = bool(getattr(scheduler, "async_scheduling", False))
         """A step is scheduled when the previous one begins."""
         rules: CacheRules = getattr(scheduler, "cache_rules", CacheRules())
-        self.reserve_whole_prompt, self.cache_after_compute, self.deduplicate = rules
+        self.allocate_whole_prompt, self.cache_after_compute, self.deduplicate = rules
         self.clock: Clock = self
-        """Clock of this engine: its own, or that of its lockstep group."""
+        """Clock of this engine: the engine itself, or its lockstep group."""
 
         self.arrivals: deque[int] = deque()
         """Requests that arrive later, or that the scheduler has not seen, in order of arrival."""
@@ -157,8 +158,8 @@ class Engine:
         # Decoding requests: the step that gives the last token; a heap of these, some outdated.
         self._finish_step: dict[int, int] = {}
         self._finish_heap: list[tuple[int, int]] = []
-        # Decoding requests that begin a block in a step, by the step modulo the block size.
-        self._new_blocks = [0] * self.block_size
+        # [s % block_size]: decoding requests whose token of decode step s is the first of a block.
+        self._block_starts = [0] * self.block_size
         self._draft_blocks: dict[int, int] = {}  # blocks of decoding requests with drafts
         # Time of the last token of decoding requests, and of those for which it differs.
         self._token_time = 0.0
@@ -222,30 +223,30 @@ class Engine:
         tokens = self.prompt[request] + self.output[request] - 1
         if self.drafts is not None:
             tokens += self.drafts.slots - 1
-        return -(-tokens // self.block_size) + self.blocks.per_request
+        return -(-tokens // self.block_size) + self.kv_cache.per_request
 
     def blocks_to_finish(self, request: int) -> int:
         """Blocks that a running request needs until it finishes."""
         blocks = self._draft_blocks.get(request)
         if blocks is None:
-            whole = self.reserve_whole_prompt and request in self.remaining_prefill
-            tokens = self.tokens(request) if whole else self.computed_tokens(request)
+            all_allocated = self.allocate_whole_prompt and request in self.remaining_prefill
+            tokens = self.tokens(request) if all_allocated else self.computed_tokens(request)
             blocks = -(-tokens // self.block_size)
-        return self.max_blocks(request) - self.blocks.per_request - blocks
+        return self.max_blocks(request) - self.kv_cache.per_request - blocks
 
     def chain(self, request: int) -> Chain:
-        """Segments that a request has in common with others; ends in blocks."""
+        """Segments that a request may share with others, and their ends in blocks."""
         return NO_CHAIN if self._chains is None else self._chains[request]
 
     def cached_prefix(self, request: int) -> CachedPrefix:
         """Cached part of a waiting request; its last token is computed in any case."""
-        tokens, (keys, ends) = self.tokens(request), self.chain(request)
+        tokens, (segments, ends) = self.tokens(request), self.chain(request)
         limit = (tokens - 1) // self.block_size
-        hit = self.blocks.find(keys, ends, limit)
+        hit = self.kv_cache.find(segments, ends, limit)
         private_blocks = 0
         preempted = self._preempted.get(request)
         if preempted is not None and (not ends or hit.blocks >= min(ends[-1], limit)):
-            resumable = self.blocks.resumable(request)
+            resumable = self.kv_cache.resumable(request)
             limit = min(limit, preempted[1] // self.block_size)
             private_blocks = min(resumable, limit - hit.blocks)
         return CachedPrefix(tokens, hit, private_blocks)
@@ -254,37 +255,39 @@ class Engine:
 
     def reserve(self) -> bool:
         """Take the blocks that decoding requests need in the next step, if enough are free."""
-        blocks = self.blocks
+        kv_cache = self.kv_cache
         if self.drafts is not None:
             needed = {request: self.blocks_needed(request, 1) for request in self._finish_step}
-            if sum(needed.values()) > blocks.free:
+            if sum(needed.values()) > kv_cache.free:
                 return False
             for request, count in needed.items():
                 self.take(request, count)
             return True
-        count = self._new_blocks[self.decode_step % self.block_size]
-        if count > blocks.free:
+        count = self._block_starts[self.decode_step % self.block_size]
+        if count > kv_cache.free:
             return False
-        blocks.free -= count
+        kv_cache.free -= count
         return True
 
     def take(self, request: int, blocks: int) -> None:
         """Take blocks for the next step of a decoding request (see `blocks_needed`)."""
-        self.blocks.free -= blocks
+        self.kv_cache.free -= blocks
         if self.drafts is not None:
             self._draft_blocks[request] += blocks
 
-    def admit(self, max_tokens: int, *, whole_prompt: bool = True, chunked: bool = True) -> int:
+    def admit(
+        self, max_tokens: int, *, full_sequence_must_fit: bool = True, chunked: bool = True
+    ) -> int:
         """Admit the first waiting request with a chunk of at most `max_tokens`.
 
-        Returns its tokens; 0 if blocks are lacking for them (`whole_prompt`: for the whole prompt),
-        or if the prompt must not be `chunked` but is longer.
+        Returns the chunk's tokens; 0 if too few blocks are free for it (`full_sequence_must_fit`:
+        for the whole prompt), or if the prompt is longer and must not be `chunked`.
         """
         request = self.waiting[0]
-        size, blocks = self.block_size, self.blocks
-        keys, ends = NO_CHAIN if self._chains is None else self._chains[request]
+        size, kv_cache, records = self.block_size, self.kv_cache, self.records
+        segments, ends = NO_CHAIN if self._chains is None else self._chains[request]
         preempted = request in self._preempted
-        if keys or preempted:
+        if segments or preempted:
             tokens, hit, private_blocks = self.cached_prefix(request)
         else:
             tokens, hit, private_blocks = self.prompt[request], NO_HIT, 0
@@ -298,22 +301,22 @@ class Engine:
                 return 0
             chunk = max_tokens
         computed += chunk
-        per_request = blocks.per_request
-        needed = per_request - (-(tokens if whole_prompt else computed) // size)
-        if needed - hit.blocks + hit.evictable > blocks.free:
+        per_request = kv_cache.per_request
+        needed = per_request - (-(tokens if full_sequence_must_fit else computed) // size)
+        if needed - hit.blocks + hit.evictable > kv_cache.free:
             return 0
         if preempted:
-            blocks.resume(request, private_blocks)
-        elif self.records.scheduled[request] != self.records.scheduled[request]:
-            self.records.scheduled[request] = self.now
+            kv_cache.resume(request, private_blocks)
+        elif math.isnan(records.scheduled[request]):
+            records.scheduled[request] = self.now
             if cached_blocks:
-                self.records.cached[request] = cached_blocks * size
+                records.cached[request] = cached_blocks * size
         if hit.segments:
-            blocks.hold(request, hit)
-        taken = -(-(tokens if self.reserve_whole_prompt else computed) // size) - cached_blocks
-        blocks.free -= per_request + taken
-        if keys and not self.cache_after_compute:
-            blocks.extend(request, keys, ends, computed // size)
+            kv_cache.hold(request, hit)
+        taken = -(-(tokens if self.allocate_whole_prompt else computed) // size) - cached_blocks
+        kv_cache.free -= per_request + taken
+        if segments and not self.cache_after_compute:
+            kv_cache.extend(request, segments, ends, computed // size)
         self.waiting.popleft()
         self.running[request] = None
         self.remaining_prefill[request] = tokens - computed
@@ -324,15 +327,15 @@ class Engine:
         remaining, size = self.remaining_prefill[request], self.block_size
         computed = self.tokens(request) - remaining
         end = computed + tokens
-        needed = 0 if self.reserve_whole_prompt else (-computed // size) - (-end // size)
-        if needed > self.blocks.free:
+        needed = 0 if self.allocate_whole_prompt else (-computed // size) - (-end // size)
+        if needed > self.kv_cache.free:
             return False
-        self.blocks.free -= needed
+        self.kv_cache.free -= needed
         self.remaining_prefill[request] = remaining - tokens
         if self._chains is not None and not self.cache_after_compute:
-            keys, ends = self._chains[request]
-            if keys:
-                self.blocks.extend(request, keys, ends, end // size)
+            segments, ends = self._chains[request]
+            if segments:
+                self.kv_cache.extend(request, segments, ends, end // size)
         return True
 
     def preempt(
@@ -350,24 +353,24 @@ class Engine:
         computed = allocated = self.computed_tokens(request)
         finish = self._finish_step.pop(request, None)
         if finish is None:
-            if self.reserve_whole_prompt:
+            if self.allocate_whole_prompt:
                 allocated = self.tokens(request)
             if self.cache_after_compute:
-                self.blocks.extend(request, *self.chain(request), computed // self.block_size)
+                self.kv_cache.extend(request, *self.chain(request), computed // self.block_size)
             del self.remaining_prefill[request]
             token_time, _ = self._preempted.pop(request, (self.now, 0))
         else:
             self.generated[request] = self.output[request] - finish + self.decode_step
             self.context_tokens -= computed
-            self._new_blocks[(self.decode_step - computed) % self.block_size] -= 1
+            self._block_starts[(self.decode_step - computed) % self.block_size] -= 1
             token_time = self._token_time_of.pop(request, self._token_time)
         self._preempted[request] = token_time, computed
-        self.blocks.release(request, self._allocated_blocks(request, allocated))
+        self.kv_cache.release(request, self._allocated_blocks(request, allocated))
         if to_front:
             self.waiting.appendleft(request)
         else:
             dropped = -(-allocated // self.block_size) - keep_tokens // self.block_size
-            self.blocks.drop_last(request, dropped)
+            self.kv_cache.drop_last(request, dropped)
             self.waiting.append(request)
         self.records.preempted[request] += 1
         return request
@@ -376,7 +379,7 @@ class Engine:
 
     @property
     def engines(self) -> Sequence[Engine]:
-        """This engine: it has its own clock."""
+        """This engine alone."""
         return (self,)
 
     @property
@@ -465,6 +468,7 @@ class Engine:
             keys = tokens + self.context_tokens
             for request in batch.skipped:
                 keys -= self.computed_tokens(request)
+            # Of a request's `new` queries each sees a key fewer than the next one.
             pairs = keys * new - tokens * (new - 1) // 2
         decode_keys = keys
         prompt, remaining, generated = self.prompt, self.remaining_prefill, self.generated
@@ -493,12 +497,12 @@ class Engine:
         steps = last - self.decode_step
         if max_steps < steps:
             steps = max_steps
-        if decodes * (steps // self.block_size + 1) > self.blocks.free:
+        if decodes * (steps // self.block_size + 1) > self.kv_cache.free:
             steps = self._steps_that_fit(steps)
         tokens = decodes if self.drafts is None else decodes * self.new_tokens
-        seconds, growth, linear = self.times.linear_run(decodes, self.context_tokens + tokens)
-        if linear < steps:
-            steps = linear
+        linear_steps, seconds, growth = self.times.linear_run(decodes, self.context_tokens + tokens)
+        if linear_steps < steps:
+            steps = linear_steps
         duration = steps * (seconds + growth * (steps - 1) * 0.5)
         if steps > 1 and interruptible and self.arrivals and self.clock is self:
             delay = self.arrival_time[self.arrivals[0]] - self.now
@@ -511,9 +515,9 @@ class Engine:
 
     def _steps_that_fit(self, limit: int) -> int:
         """Steps for which free blocks suffice; those of the first step are taken already."""
-        free, size = self.blocks.free, self.block_size
+        free, size = self.kv_cache.free, self.block_size
         for steps in range(1, limit):
-            free -= self._new_blocks[(self.decode_step + steps) % size]
+            free -= self._block_starts[(self.decode_step + steps) % size]
             if free < 0:
                 return steps
         return limit
@@ -537,7 +541,7 @@ class Engine:
             else:
                 last = self._step_seconds + self._step_growth * (steps - 1)
                 self.step_log.add((self._step_seconds, last, steps, decodes))
-                self.blocks.free -= self._blocks_for_steps(steps - 1, decodes)
+                self.kv_cache.free -= self._blocks_for_steps(steps - 1, decodes)
             self.decode_step = step = self.decode_step + steps
             self.context_tokens += decodes * steps
             self._token_time = end
@@ -549,7 +553,7 @@ class Engine:
             if self._finish_heap and self._finish_heap[0][0] <= step:
                 self._finish_due_requests()
         else:
-            self.step_log.add_step((end - start, end - start, 1, 0))
+            self.step_log.add_without_gaps((end - start, end - start, 1, 0))
             if not self._finish_step:
                 self._token_time = end
         if prefill:
@@ -568,7 +572,7 @@ class Engine:
         first = last = end - start
         if steps > 1:
             first, last = self._step_seconds, self._step_seconds + self._step_growth * (steps - 1)
-            self.blocks.free -= self._blocks_for_steps(steps - 1, decodes)
+            self.kv_cache.free -= self._blocks_for_steps(steps - 1, decodes)
         times = [at for request, at in self._token_time_of.items() if request not in skipped]
         for token_time in times:
             gap = start + first - token_time
@@ -576,7 +580,7 @@ class Engine:
         if decodes > len(times):
             gap = start - self._token_time + first
             self.step_log.add_gap((gap, gap, 1, decodes - len(times)))
-        self.step_log.add_step((first, first, 1, decodes))
+        self.step_log.add_without_gaps((first, first, 1, decodes))
         if steps > 1:
             second = first + (last - first) / (steps - 1)
             self.step_log.add((second, last, steps - 1, decodes))
@@ -584,13 +588,13 @@ class Engine:
 
     def _blocks_for_steps(self, steps: int, decodes: int) -> int:
         """Blocks that decoding requests begin in `steps` steps after the first of a run."""
-        size, new_blocks = self.block_size, self._new_blocks
+        size, block_starts = self.block_size, self._block_starts
         rounds, steps = divmod(steps, size)
         begin = (self.decode_step + 1) % size
         end = begin + steps
         if end <= size:
-            return rounds * decodes + sum(new_blocks[begin:end])
-        return rounds * decodes + sum(new_blocks[begin:]) + sum(new_blocks[: end - size])
+            return rounds * decodes + sum(block_starts[begin:end])
+        return rounds * decodes + sum(block_starts[begin:]) + sum(block_starts[: end - size])
 
     def _delay_finish(self, request: int) -> None:
         """Let a request that got no token in the last step finish a step later."""
@@ -599,13 +603,13 @@ class Engine:
         computed = tokens - finish + self.decode_step - 2
         self._finish_step[request] = finish + 1
         heappush(self._finish_heap, (finish + 1, request))
-        self._new_blocks[(self.decode_step - computed - 1) % size] -= 1
-        self._new_blocks[(self.decode_step - computed) % size] += 1
+        self._block_starts[(self.decode_step - computed - 1) % size] -= 1
+        self._block_starts[(self.decode_step - computed) % size] += 1
 
     def _accept_drafts(self, skipped: Sequence[int]) -> None:
         """Give decoding requests the drafts of the last step that were accepted."""
         assert self.drafts is not None
-        step, size, new_blocks = self.decode_step, self.block_size, self._new_blocks
+        step, size, block_starts = self.decode_step, self.block_size, self._block_starts
         for request, finish in [*self._finish_step.items()]:
             generated = self.output[request] - finish + step - 1  # before the step
             accepted = self.drafts.tokens_of_step(request, generated) - 1
@@ -615,8 +619,8 @@ class Engine:
                 self._finish_step[request] = finish - accepted
                 heappush(self._finish_heap, (finish - accepted, request))
                 self.context_tokens += accepted
-                new_blocks[phase % size] -= 1
-                new_blocks[(phase - accepted) % size] += 1
+                block_starts[phase % size] -= 1
+                block_starts[(phase - accepted) % size] += 1
 
     def _finish_due_requests(self) -> None:
         """Finish the requests whose last token came with the last step."""
@@ -627,7 +631,7 @@ class Engine:
                 del finish_step[request]
                 computed = self.prompt[request] + self.output[request] - 1
                 self.context_tokens -= computed
-                self._new_blocks[(step - computed) % self.block_size] -= 1
+                self._block_starts[(step - computed) % self.block_size] -= 1
                 self._complete(request, computed)
 
     def _cache_computed_blocks(self, prefill: Sequence[tuple[int, int]]) -> None:
@@ -636,11 +640,11 @@ class Engine:
         Where the blocks of whole prompts are reserved, a prompt is reusable when it is finished.
         """
         for request, _ in prefill:
-            keys, ends = self.chain(request)
+            segments, ends = self.chain(request)
             remaining = self.remaining_prefill[request]
-            if keys and not (self.reserve_whole_prompt and remaining):
+            if segments and not (self.allocate_whole_prompt and remaining):
                 blocks = (self.tokens(request) - remaining) // self.block_size
-                self.blocks.extend(request, keys, ends, blocks, merge=self.deduplicate)
+                self.kv_cache.extend(request, segments, ends, blocks, merge=self.deduplicate)
 
     def _finish_prefill(self, request: int) -> None:
         """Give a request the token of its last prefill chunk, and let it decode."""
@@ -664,20 +668,21 @@ class Engine:
         self._finish_step[request] = step + steps
         heappush(self._finish_heap, (step + steps, request))
         self.context_tokens += tokens
-        self._new_blocks[(step - tokens) % self.block_size] += 1
+        self._block_starts[(step - tokens) % self.block_size] += 1
         if self._token_time != now:
             self._token_time_of[request] = now
 
     def _complete(self, request: int, computed: int) -> None:
         """Release a request that has its last token; `computed` tokens of it are cached."""
         del self.running[request]
-        size = self.block_size
-        keys, ends = self.chain(request)
-        if keys and ends[-1] > self.prompt[request] // size:
-            self.blocks.extend(request, keys, ends, computed // size, merge=self.deduplicate)
+        size, kv_cache = self.block_size, self.kv_cache
+        if self._chains is not None:
+            segments, ends = self._chains[request]
+            if segments and ends[-1] > self.prompt[request] // size:
+                kv_cache.extend(request, segments, ends, computed // size, merge=self.deduplicate)
         partial_blocks = int(self.deduplicate and computed % size > 0)
         blocks = self._allocated_blocks(request, computed)
-        self.blocks.release(request, blocks, resumable=False, partial_blocks=partial_blocks)
+        kv_cache.release(request, blocks, resumable=False, partial_blocks=partial_blocks)
         self.records.finish[request] = self.now
         self.completed.append(request)
 
@@ -730,7 +735,7 @@ class Engine:
 
     def _record_samples(self) -> None:
         """Record the state at the sample times up to the end of the current batch."""
-        used, steps = self.blocks.size - self.blocks.free, 1
+        used, steps = self.kv_cache.size - self.kv_cache.free, 1
         samples, run = self.samples, self.current_run
         while self._next_sample <= self.next_event:
             at = self._next_sample
@@ -749,6 +754,6 @@ class Engine:
             samples.blocks.append(used + grown)
             samples.logged.append(self.step_log.end(self.now))
             if len(samples.seconds) >= MAX_SAMPLES:
-                samples = self.samples = samples.halved()
+                samples = self.samples = samples.every_second()
                 self._next_sample, self._sample_every = samples.seconds[-1], 2 * self._sample_every
             self._next_sample += self._sample_every

@@ -36,8 +36,8 @@ class KvCapacity:
 
     block_size: int
     """Tokens of a block."""
-    blocks: int
-    """Number of blocks that fit next to weights and activations."""
+    num_blocks: int
+    """Number of blocks that fit beside weights and activations."""
     bytes_per_token: float
     """Bytes on all GPUs of the replica, of layers that keep all tokens.
 
@@ -77,20 +77,20 @@ class Instance:
         return self.run.dp > 1 and self.model.num_experts > 0
 
 
-def instance(
+def make_instance(
     run: Run,
     model: ModelConfig,
     machine: Machine,
     execution: Execution | None = None,
     *,
-    most_tokens: int = 8192,
-    most_requests: int = 1024,
+    max_tokens: int = 8192,
+    max_requests: int = 1024,
     gpu_memory_utilization: float = 0.9,
     drafter: Drafter | None = None,
 ) -> Instance:
     """Create an instance with the layout of an unresolved run on a machine.
 
-    `most_tokens` and `most_requests` of a step are vLLM's `max_num_batched_tokens` and
+    `max_tokens` and `max_requests` of a step are vLLM's `max_num_batched_tokens` and
     `max_num_seqs`; `gpu_memory_utilization` is the share of memory that the instance takes. The
     passes of a `drafter` follow each step. Raises UserError where the run cannot be had, its steps
     have no table, or no request fits beside the weights.
@@ -101,8 +101,8 @@ def instance(
             "`stagewright simulate --mode prefill` and `--mode decode` time single steps"
         )
     memory = machine.hardware.memory if run.device_memory is None else read_bytes(run.device_memory)
-    cache = kv_capacity(run, model, int(memory * gpu_memory_utilization), most_tokens, drafter)
-    limits = {"most_tokens": most_tokens, "most_requests": most_requests}
+    cache = kv_capacity(run, model, int(memory * gpu_memory_utilization), max_tokens, drafter)
+    limits = {"max_tokens": max_tokens, "max_requests": max_requests}
     times = step_times(run, model, machine, execution, **limits)
     if drafter is not None:
         times = drafted_times(times, drafter, machine, execution)
@@ -118,27 +118,29 @@ def drafted_times(
         run = drafter.run.model_copy(update={"num_speculative_tokens": tokens})
         return step_times(
             run, model, machine, execution,
-            most_tokens=times.most_tokens, most_requests=times.most_requests, logits=logits,
+            max_tokens=times.max_tokens, max_requests=times.max_requests, logits=logits,
         )  # fmt: skip
 
-    first = drafter_times(drafter.number + drafter.more, drafter.model, 1)
-    later = first if drafter.number == 1 else drafter_times(0, drafter.own, None)
-    return replace(times, drafting=DraftingTimes(first, later, drafter.number, drafter.more))
+    first = drafter_times(drafter.number + drafter.extra_tokens, drafter.model, 1)
+    later = first if drafter.number == 1 else drafter_times(0, drafter.later, None)
+    return replace(
+        times, drafting=DraftingTimes(first, later, drafter.number, drafter.extra_tokens)
+    )
 
 
 def kv_capacity(
-    run: Run, model: ModelConfig, memory: int, most_tokens: int, drafter: Drafter | None = None
+    run: Run, model: ModelConfig, memory: int, max_tokens: int, drafter: Drafter | None = None
 ) -> KvCapacity:
-    """KV blocks that fit into `memory` bytes of each GPU, next to a step of `most_tokens`.
+    """KV blocks that fit into `memory` bytes of each GPU, next to a step of `max_tokens`.
 
     A block of a request's tokens is one of the model and one of its drafter (vLLM: one block table,
     and a cache for the layers of both). A head uses the model's embedding and output projection
     (`_maybe_share_embeddings` of vLLM's `llm_base_proposer.py`).
     """
-    stages = _rank_bytes(run, model, most_tokens)
+    stages = _rank_bytes(run, model, max_tokens)
     if drafter is not None:
         shared = frozenset({"embedding", "head"} if drafter.head else ())
-        (drafts,) = _rank_bytes(drafter.run, drafter.model, most_tokens, shared)
+        (drafts,) = _rank_bytes(drafter.run, drafter.model, max_tokens, shared)
         stages = [stage.with_drafter(drafts) for stage in stages]
     spare = max(allowance_of(run), ENGINE_BYTES)
     blocks = [
@@ -147,10 +149,10 @@ def kv_capacity(
         for stage in stages
     ]
     if min(blocks) < 1:
-        fullest = max(stages, key=lambda of: of.parameters + of.activations)
+        fullest = max(stages, key=lambda stage: stage.parameters + stage.activations)
         raise UserError(
             f"serve: {run.describe()}: weights ({quantity(fullest.parameters, 'B')}) and "
-            f"activations of {most_tokens} tokens ({quantity(fullest.activations, 'B')}) leave no "
+            f"activations of {max_tokens} tokens ({quantity(fullest.activations, 'B')}) leave no "
             f"room for a block of the cache in {quantity(memory, 'B')} of a GPU, of which the "
             f"engine takes {quantity(spare, 'B')}; use more ranks (--tp), fewer tokens "
             "(--max-num-batched-tokens), fewer bits or more memory (--gpu-memory-utilization)"
@@ -184,13 +186,13 @@ class RankBytes(NamedTuple):
 
 
 def _rank_bytes(
-    run: Run, model: ModelConfig, most_tokens: int, shared: frozenset[str] = frozenset()
+    run: Run, model: ModelConfig, max_tokens: int, shared: frozenset[str] = frozenset()
 ) -> list[RankBytes]:
     """Bytes of the ranks of each stage in a prefill step, without `shared` blocks."""
-    longest = most_tokens
+    longest = max_tokens
     if model.position == "learned":
-        longest = min(most_tokens, model.max_position_embeddings)
-    prompts = batch_run(run, [Group(run.dp * -(-most_tokens // longest), 0, longest)])
+        longest = min(max_tokens, model.max_position_embeddings)
+    prompts = batch_run(run, [Group(run.dp * -(-max_tokens // longest), 0, longest)])
     prompts = prompts.resolved(model).model_copy(update={"max_model_len": None})
     check(prompts, model)
     step = ServingStep.of(prompts, model, {}, loads(prompts, model).sizes)

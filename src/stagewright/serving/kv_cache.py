@@ -1,8 +1,8 @@
 """KV cache of one engine: blocks that requests hold, and prompt prefixes kept for later requests.
 
-*Segments* name what requests have in common: two requests whose chains begin with equal keys have
-equal tokens up to the end of the last equal segment. A block belongs to the segment of its last
-token, so a segment stands for the blocks whose hashes it determines in vLLM
+*Segments* are the parts of prompts that requests share, and are numbered: two requests whose chains
+begin with equal segments have equal tokens up to the end of the last equal one. A block belongs to
+the segment of its last token, so a segment stands for the blocks whose hashes it determines in vLLM
 (`vllm/v1/core/kv_cache_utils.py`, `hash_block_tokens`: the hash of a full block covers its parent
 and its own tokens). Blocks of a segment are cached from its beginning and evicted from its end.
 
@@ -19,17 +19,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 NO_OWNER = -(1 << 40)
-"""Key of blocks that only finished requests had, and that no request can reuse."""
+"""Number for blocks that only finished requests had, and that no request can reuse."""
 
 
 class CachedSegment:
     """Cached blocks of one segment."""
 
-    __slots__ = ("blocks", "holders", "key", "stale")
+    __slots__ = ("blocks", "holders", "number", "stale")
 
-    def __init__(self, key: int, blocks: int, holders: int) -> None:
+    def __init__(self, number: int, blocks: int, holders: int) -> None:
         """Segment of `blocks` blocks that is not in the queue of evictable blocks."""
-        self.key, self.blocks, self.holders = key, blocks, holders
+        self.number, self.blocks, self.holders = number, blocks, holders
         self.stale = 0
         """Queue positions that no longer count, since a request holds the segment again."""
 
@@ -81,7 +81,7 @@ class PagedKvCache:
         self.per_request = per_request
         self.size, self.free, self.block_size, self.caching = size, size, block_size, caching
         self.resident: dict[int, CachedSegment] = {}
-        """Cached segments by key; `forget` removes blocks that were handed out since."""
+        """Cached segments by number; `forget` removes blocks that were handed out since."""
         # Segments without a holder, least recently used first. The first positions of a segment
         # are stale: some request held it again after them.
         self._evictable: deque[CachedSegment] = deque()
@@ -92,7 +92,7 @@ class PagedKvCache:
 
     # ---- lookup ----------------------------------------------------------------------------------
 
-    def find(self, keys: Sequence[int], ends: Sequence[int], limit: int) -> CacheHit:
+    def find(self, segments: Sequence[int], ends: Sequence[int], limit: int) -> CacheHit:
         """Longest cached beginning of a chain, of at most `limit` blocks.
 
         `ends`: blocks up to the end of each segment.
@@ -102,10 +102,10 @@ class PagedKvCache:
             return CacheHit([], 0, 0)
         if self._evictable_blocks > self.free:
             self.forget()
-        segments: list[CachedSegment] = []
+        hits: list[CachedSegment] = []
         blocks = evictable = 0
-        for key, end in zip(keys, ends, strict=False):
-            segment = get(key)
+        for number, end in zip(segments, ends, strict=False):
+            segment = get(number)
             if segment is None:
                 break
             cached = segment.blocks
@@ -113,14 +113,14 @@ class PagedKvCache:
                 if blocks == limit:
                     break
                 cached = limit - blocks
-            segments.append(segment)
+            hits.append(segment)
             if not segment.holders:
                 evictable += segment.blocks
             blocks += cached
             if blocks < end:
                 break
             blocks = end
-        return CacheHit(segments, blocks, evictable)
+        return CacheHit(hits, blocks, evictable)
 
     def resume(self, request: int, limit: int) -> int:
         """Take a preempted request's private blocks back, at most `limit`; return their number."""
@@ -158,7 +158,7 @@ class PagedKvCache:
     def extend(
         self,
         request: int,
-        keys: Sequence[int],
+        segments: Sequence[int],
         ends: Sequence[int],
         computed: int,
         *,
@@ -171,30 +171,30 @@ class PagedKvCache:
         (`KVCacheManager.allocate_slots` calls `cache_blocks`): a request that is admitted later in
         the same step can hit them.
         """
-        if not self.caching or not keys:
+        if not self.caching or not segments:
             return
         held = self._held.get(request)
-        segments, blocks, copies = ([], 0, 0) if held is None else held
+        held_segments, blocks, copies = ([], 0, 0) if held is None else held
         resident = self.resident
-        index = num_held = len(segments)
+        index = num_held = len(held_segments)
         if index and blocks < ends[index - 1]:
             index -= 1
-        count = len(keys)
+        count = len(segments)
         if (blocks >= computed or index >= count) and not (merge and copies):
             return
         while blocks < computed and index < count:
             end = ends[index]
             if end > computed:
                 end = computed
-            key = keys[index]
-            segment = resident.get(key)
+            number = segments[index]
+            segment = resident.get(number)
             if segment is None:
-                resident[key] = segment = CachedSegment(key, end - blocks, 1)
-                segments.append(segment)
+                resident[number] = segment = CachedSegment(number, end - blocks, 1)
+                held_segments.append(segment)
             else:
                 if index >= num_held:
                     self._join(segment)
-                    segments.append(segment)
+                    held_segments.append(segment)
                 start = ends[index - 1] if index else 0
                 named = max(segment.blocks, blocks - start)
                 added = max(end - start - named, 0)
@@ -206,7 +206,7 @@ class PagedKvCache:
             self.forget()
             self.free += copies
             copies = 0
-        self._held[request] = segments, blocks, copies
+        self._held[request] = held_segments, blocks, copies
 
     def _join(self, segment: CachedSegment) -> None:
         """Add a holder; blocks that were cached without their beginning are dropped."""
@@ -287,7 +287,7 @@ class PagedKvCache:
                 segment.blocks -= excess
                 evictable.appendleft(segment)
                 return
-            self.resident.pop(segment.key, None)
+            self.resident.pop(segment.number, None)
             excess -= segment.blocks
             if not excess:
                 return

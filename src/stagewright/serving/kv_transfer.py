@@ -36,7 +36,7 @@ _ALONE = {"dp": 1, "ep": 1, "etp": None, "dcp": None, "batch_size": None}
 
 
 def not_sent(model: ModelConfig) -> str:
-    """Why the cache of a model is not sent from an instance to another; empty: it can be.
+    """Reason why the cache of a model cannot be sent between instances; empty: it can.
 
     >>> from stagewright.model.catalog import resolve
     >>> not_sent(resolve("mamba2-2.7b")), not_sent(resolve("llama3.1-8b"))
@@ -114,7 +114,7 @@ class KvTransferCost:
             tuple(sorted(busiest)), machines, level, max(1, model.num_layers // prefill.pp),
         )  # fmt: skip
 
-    def beside(self, other: KvTransferCost) -> KvTransferCost:
+    def with_second_model(self, other: KvTransferCost) -> KvTransferCost:
         """Add the cache of a second model of the same request, sent along with this one."""
         links = {
             _Pair(a.fixed + b.fixed, a.per_token + b.per_token)

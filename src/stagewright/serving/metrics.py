@@ -70,7 +70,7 @@ class RequestLimits(NamedTuple):
 
     @property
     def loosest(self) -> Slo:
-        """The limits that no request may exceed."""
+        """Limits that no request may exceed: the largest of all requests."""
         largest = {name: float(getattr(self, name).max(initial=0)) for name in self._fields}
         return Slo(**{name: limit for name, limit in largest.items() if limit < np.inf})
 
@@ -210,7 +210,7 @@ class ServingSummary:
     """
 
     requests: int
-    """Done."""
+    """Finished requests."""
     unfinished: int
     rejected: Mapping[str, int]
     shortened: int
@@ -230,11 +230,12 @@ class ServingSummary:
     binding: str
     """The limit that most requests missed: TTFT, TPOT or E2E; empty if none was missed."""
     goodput: float
-    """Requests that were done per second and kept the limits."""
+    """Requests per second that finished and kept the limits."""
     request_rate: float
-    """Requests that were done per second."""
+    """Requests per second that finished."""
     token_rate: float
-    """Requests per second by their output tokens: those that are not done yet count, too."""
+    """Output tokens per second over the mean output: requests per second in which unfinished ones
+    count by their tokens so far."""
     output_rate: float
     """Output tokens per second."""
     total_rate: float
@@ -243,10 +244,10 @@ class ServingSummary:
     user_rate: float
     """Output tokens per second of the median user: 1 / median TPOT."""
     mean_running: float
-    """Requests that are between their first step and their last token, over all engines."""
+    """Mean number of requests between their first step and their last token, on all engines."""
     mean_waiting: float
     hit_rate: float
-    """Share of prompt tokens that were in a cache."""
+    """Share of prompt tokens that were cached."""
     preemptions: int
     kv_mean: float
     """Mean share of the blocks that requests hold, over equidistant samples."""
@@ -323,7 +324,7 @@ def summarize(
     *,
     whole_run: bool = False,
 ) -> ServingSummary:
-    """The numbers of a run; `gpus` of all engines."""
+    """Compute the metrics of a run; `gpus` of all engines."""
     window = window_of(outcome.records, whole_run=whole_run)
     work, records = outcome.workload, outcome.records
     limits = RequestLimits.of(work, slo)
@@ -344,15 +345,15 @@ def summarize(
     times, inside = RequestTimes.of(outcome), window.measures(arrival)
     times = times if inside.all() else times.take(inside)
     per_second = 1 / window.seconds if window.seconds else 0.0
-    early = np.frombuffer(records.arrival) < window.begins
-    measured = len(work) - int(early.sum())
+    before_window = np.frombuffer(records.arrival) < window.begins
+    num_measured = len(work) - int(before_window.sum())
     missed = times.missed(limits)
     good = int((~missed.any_limit).sum())
-    total = measured * (1 + sum(rejected.values()) / max(1, len(work)))
+    total = num_measured * (1 + sum(rejected.values()) / max(1, len(work)))
     samples = [_use_of_cache(engine, window) for engine in outcome.engines]
     use = np.concatenate(samples) if samples else np.zeros(0)
     tpot = _spread(times.tpot)
-    late = slice(None) if not early.any() else ~early
+    in_window = slice(None) if not before_window.any() else ~before_window
     return ServingSummary(
         requests=len(finish),
         unfinished=len(work) - len(finish) - sum(outcome.refused.values()),
@@ -360,7 +361,7 @@ def summarize(
         shortened=shortened,
         seconds=float(finish.max() - np.nanmin(records.arrival)) if len(finish) else 0.0,
         window=window,
-        measured=measured,
+        measured=num_measured,
         steadiness=steadiness,
         queue=Spread.of(times.queue),
         ttft=Spread.of(times.ttft),
@@ -385,15 +386,17 @@ def summarize(
         mean_running=running * per_second,
         mean_waiting=waiting * per_second,
         hit_rate=float(
-            np.frombuffer(records.cached, np.int32)[late].sum(dtype=np.int64)
-            / max(1, np.frombuffer(work.prompt, np.int32)[late].sum(dtype=np.int64))
+            np.frombuffer(records.cached, np.int32)[in_window].sum(dtype=np.int64)
+            / max(1, np.frombuffer(work.prompt, np.int32)[in_window].sum(dtype=np.int64))
         ),
         preemptions=sum(records.preempted),
         kv_mean=float(use.mean()) if len(use) else 0.0,
         kv_peak=float(use.max()) if len(use) else 0.0,
-        **_sent(outcome, late),
-        classes=_by_class(outcome, times, missed, early),
-        stages={name: _spread(np.array(column)[late]) for name, column in outcome.stages.items()},
+        **_sent(outcome, in_window),
+        classes=_by_class(outcome, times, missed, before_window),
+        stages={
+            name: _spread(np.array(column)[in_window]) for name, column in outcome.stages.items()
+        },
     )
 
 
@@ -409,11 +412,11 @@ def _use_of_cache(engine: Engine, window: Window) -> Float:
     """Shares of the blocks that requests hold, at the samples in the window; else at all."""
     seconds, shares = np.array(engine.samples.seconds), np.array(engine.samples.blocks)
     inside = (seconds >= window.begins) & (seconds <= window.ends)
-    return (shares[inside] if inside.any() else shares) / engine.blocks.size
+    return (shares[inside] if inside.any() else shares) / engine.kv_cache.size
 
 
 def _by_class(
-    outcome: Outcome, times: RequestTimes, missed: MissedLimits, early: Bool
+    outcome: Outcome, times: RequestTimes, missed: MissedLimits, before_window: Bool
 ) -> dict[str, ClassSummary]:
     """Summary of each class, of requests in the window."""
     work = outcome.workload
@@ -423,7 +426,7 @@ def _by_class(
     summaries: dict[str, ClassSummary] = {}
     for index, request_class in enumerate(work.classes):
         in_class = class_of[times.number] == index
-        requests = int(((class_of == index) & ~early).sum())
+        requests = int(((class_of == index) & ~before_window).sum())
         summaries[request_class.name] = ClassSummary(
             requests,
             int(in_class.sum()),
@@ -441,13 +444,13 @@ def _spread(values: Float) -> Spread:
     return Spread.of(values if finite.all() else values[finite])
 
 
-def _sent(outcome: Outcome, late: Bool | slice) -> dict[str, Any]:
+def _sent(outcome: Outcome, in_window: Bool | slice) -> dict[str, Any]:
     """Metrics of KV transfers; none without disaggregation."""
     handover = outcome.handover
     if handover is None:
         return {}
     seconds = np.array(handover.arrives) - np.array(handover.prefilled)
     return {
-        "transfer": _spread(seconds[late]),
+        "transfer": _spread(seconds[in_window]),
         "transfer_bytes": float(sum(handover.bytes)),
     }

@@ -9,6 +9,7 @@ had not arrived are sent there, others are computed there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -46,24 +47,24 @@ class Scaling:
     The rule of Dynamo's load-based planner (docs.nvidia.com/dynamo/archive/0.3.1/architecture/
     planner.html): at every adjustment the mean use of the instances' KV caches is compared with two
     thresholds (0.9 and 0.5 there), and one instance is started or leaves; while one starts, nothing
-    is adjusted. With fewer than `least` instances one is started whatever the load. An instance
+    is adjusted. With fewer than `min_instances` one is started whatever the load. An instance
     that leaves gets no new requests and serves those that it has.
     """
 
-    least: int
-    most: int
+    min_instances: int
+    max_instances: int
     interval: float
     up: float
     down: float
 
     def change(self, engines: Sequence[Engine], instances: int) -> int:
         """Return 1, -1 or 0: how the number of serving instances should change."""
-        if instances < self.least:
+        if instances < self.min_instances:
             return 1
-        used = sum(1 - e.blocks.free / e.blocks.size for e in engines) / max(1, len(engines))
-        if used > self.up and instances < self.most:
+        used = sum(1 - e.kv_cache.free / e.kv_cache.size for e in engines) / max(1, len(engines))
+        if used > self.up and instances < self.max_instances:
             return 1
-        return -1 if used < self.down and instances > self.least else 0
+        return -1 if used < self.down and instances > self.min_instances else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,7 @@ class InstanceEvents:
 
 
 class Requests(Protocol):
-    """The simulation, as far as operation needs it."""
+    """Simulation, as far as operation needs it."""
 
     workload: Workload
     records: Records
@@ -156,9 +157,11 @@ class Operator:
         """True if requests that lose their cache are computed again."""
         return self._events.on_failure == "requeue"
 
-    def all_up(self) -> list[UpTime]:
+    def up_times(self) -> list[UpTime]:
         """Times in which engines were up: from their start, start-up included, until they left."""
-        last = max((at for at in self._simulation.records.finish if at == at), default=0.0)
+        last = max(
+            (at for at in self._simulation.records.finish if not math.isnan(at)), default=0.0
+        )
         still = (UpTime(n, since, max(since, last)) for n, since in self._up_since.items())
         return [*self._up_times, *still]
 
@@ -192,11 +195,11 @@ class Operator:
         simulation = self._simulation
         engine = simulation.engines[number]
         if number in self._leaving and _is_empty(engine):
-            self._go_down(at, number)
+            self._stop(at, number)
         if number not in self._failed:
             return
         if number in self._up_since:
-            self._go_down(at, number)
+            self._stop(at, number)
             if self._events.start_up_time is not None:
                 self._up_since[number] = at
         assert isinstance(engine, RemoteKvEngine)
@@ -242,7 +245,7 @@ class Operator:
         self._lost_kv.discard(request)
         return lost
 
-    def _go_down(self, at: float, number: int) -> None:
+    def _stop(self, at: float, number: int) -> None:
         self._up_times.append(UpTime(number, self._up_since.pop(number), at))
         self._leaving.discard(number)
 
@@ -308,7 +311,7 @@ class Operator:
                 self._count(at)
                 self._leaving.add(leaving)
                 if _is_empty(engines[-1]):
-                    self._go_down(at, leaving)
+                    self._stop(at, leaving)
         if not self._simulation.has_events:  # no instance will serve requests that are held
             held, self._held = self._held, []
             for request, _ in held:

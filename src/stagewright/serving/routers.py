@@ -1,4 +1,4 @@
-"""Routers: which engine a request goes to."""
+"""Routers: rules that choose the engine of a request."""
 
 from __future__ import annotations
 
@@ -82,17 +82,17 @@ class KvAware:
 
     def route(self, request: int, workload: Workload, engines: Sequence[Engine]) -> int:
         """Return the index of the cheapest engine."""
-        keys, ends = NO_CHAIN if workload.chains is None else workload.chains[request]
+        segments, ends = NO_CHAIN if workload.chains is None else workload.chains[request]
         limit = (workload.prompt[request] - 1) // engines[0].block_size
         best, lowest_cost = 0, float("inf")
         for index, engine in enumerate(engines):
-            blocks, prompt, size = engine.blocks, engine.prompt, engine.block_size
-            cost = float(blocks.size - blocks.free)
+            kv_cache, prompt, size = engine.kv_cache, engine.prompt, engine.block_size
+            cost = float(kv_cache.size - kv_cache.free)
             for waiting in (engine.waiting, engine.arrivals):
                 for other in waiting:
                     cost -= -prompt[other] // size
-            if keys:
-                cost -= self.overlap_weight * blocks.find(keys, ends, limit).blocks
+            if segments:
+                cost -= self.overlap_weight * kv_cache.find(segments, ends, limit).blocks
             if cost < lowest_cost:
                 best, lowest_cost = index, cost
         return best

@@ -21,17 +21,17 @@ class StepLog:
     """
 
     def __init__(self) -> None:
-        """Empty log; `add(series)`, `add_gap(series)` and `add_step(series)` append."""
-        self._steps = array("d")  # steps that are the gaps of all their requests
+        """Empty log; `add`, `add_gap` and `add_without_gaps` append a series."""
+        self._steps = array("d")  # steps that are also the gaps of all their requests
         self._gaps = array("d")  # gaps longer than a step: of skipped or preempted requests
-        self._prefill_steps = array("d")  # steps that are no gaps
+        self._other_steps = array("d")  # steps whose gaps, if any, are in `_gaps`
         self.add, self.add_gap = self._steps.extend, self._gaps.extend
-        self.add_step = self._prefill_steps.extend
+        self.add_without_gaps = self._other_steps.extend
 
     def end(self, seconds: float) -> LogPosition:
         """Current end of the log; `seconds`: the end of its last step."""
         return LogPosition(
-            seconds, len(self._steps) // 4, len(self._gaps) // 4, len(self._prefill_steps) // 4
+            seconds, len(self._steps) // 4, len(self._gaps) // 4, len(self._other_steps) // 4
         )
 
     def gap_parts(self, span: LogSpan | None = None) -> list[Float]:
@@ -52,7 +52,7 @@ class StepLog:
         return np.concatenate(
             [
                 _rows(self._steps)[first.steps : last.steps],
-                _rows(self._prefill_steps)[first.prefill_steps : last.prefill_steps],
+                _rows(self._other_steps)[first.other_steps : last.other_steps],
             ]
         )
 
@@ -63,7 +63,7 @@ class LogPosition(NamedTuple):
     seconds: float
     steps: int
     gaps: int
-    prefill_steps: int
+    other_steps: int
 
 
 LogSpan = tuple[LogPosition, LogPosition]
@@ -91,7 +91,7 @@ class EngineSamples(NamedTuple):
         """Create empty samples."""
         return cls(array("d"), array("i"), array("i"), array("i"), [])
 
-    def halved(self) -> EngineSamples:
+    def every_second(self) -> EngineSamples:
         """Every second sample."""
         seconds, waiting, running, blocks, logged = self
         return EngineSamples(
@@ -132,7 +132,7 @@ def gap_quantiles(parts: Sequence[Float], shares: Sequence[float]) -> list[float
     highs = [max(float(rows[:, :2].max()), 0.0) for rows in parts]
     lowest, highest = _bins(np.array([min(lows), max(highs)])).tolist()
     histogram = np.zeros(highest - lowest + 1)
-    for seconds, requests in _written_out(parts):
+    for seconds, requests in _durations(parts):
         bins = np.clip(_bins(seconds), lowest, highest) - lowest
         histogram += np.bincount(bins, requests, len(histogram))
     below: Float = np.cumsum(histogram)
@@ -152,7 +152,7 @@ def _bins(seconds: Float) -> Int:
     return seconds.view(np.int64) >> SHIFT
 
 
-def _written_out(parts: Sequence[Float]) -> Iterator[tuple[Float, Float]]:
+def _durations(parts: Sequence[Float]) -> Iterator[tuple[Float, Float]]:
     """Durations of all steps of some series, and their requests, in chunks."""
     for rows in parts:
         ends, begin = np.cumsum(rows[:, 2]), 0

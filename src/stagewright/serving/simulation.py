@@ -42,26 +42,26 @@ class Pool:
     """Indices of the pool's engines among all engines."""
     router: Router
     hosts: Mapping[int, HostTimes]
-    """Host of each engine, by its index."""
+    """Host of each engine, by its index among all."""
     fits: Callable[[int, int], bool] | None = None
     """True if a request fits an engine; None: all fit everywhere."""
 
     @cached_property
     def host(self) -> HostTimes:
         """Host that requests pass before the router: the fastest one."""
-        return min(self.hosts.values(), key=lambda host: host.before_prefill(1))
+        return min(self.hosts.values(), key=lambda host: host.seconds_to_router(1))
 
     @cached_property
     def has_one_host(self) -> bool:
-        """True if requests take as long to all engines."""
+        """True if all engines have equal hosts."""
         return len(set(self.hosts.values())) == 1
 
     def extra_delay(self, engine: int, prompt_tokens: int) -> float:
-        """Seconds between the router and the queue of an engine with a slower host."""
+        """Seconds that a slower host of the chosen engine takes beyond `host`."""
         if self.has_one_host:
             return 0.0
-        delay = self.hosts[engine].before_prefill(prompt_tokens)
-        return max(0.0, delay - self.host.before_prefill(prompt_tokens))
+        seconds = self.hosts[engine].seconds_to_router(prompt_tokens)
+        return max(0.0, seconds - self.host.seconds_to_router(prompt_tokens))
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,7 @@ class Outcome:
     records: Records
     engines: Sequence[Engine]
     stopped: bool = False
-    """Interrupted by the user: the records are what was known until then."""
+    """Interrupted by the user: the records end then."""
     handover: Handover | None = None
     """Transfers between prefill and decode engines; None without disaggregation."""
     refused: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -101,7 +101,7 @@ class _EndSimulation(Exception):
 
 
 class ServingSimulation:
-    """Requests on their way through pools of engines."""
+    """Events of requests and engines, in one heap."""
 
     def __init__(
         self,
@@ -124,12 +124,12 @@ class ServingSimulation:
         self.workload, self.records, self.engines = workload, records, engines
         self.events = EventQueue()
         self.finished = 0
-        """Requests that need nothing any more."""
+        """Requests that have finished, or were refused."""
         self.instances: list[tuple[float, int]] = []
-        self._front = next(pool for pool in pools if pool.role != "decode")
-        self._decode = next((pool for pool in pools if pool.role == "decode"), None)
+        self._prefill_pool = next(pool for pool in pools if pool.role != "decode")
+        self._decode_pool = next((pool for pool in pools if pool.role == "decode"), None)
         self._transfers = transfers
-        self._arrivals = ArrivalQueue(workload, self._front.host)
+        self._arrivals = ArrivalQueue(workload, self._prefill_pool.host)
         self._refused: Counter[str] = Counter()
         self._progress, self._stop_early = progress, stop_early
         self._every = max(1, len(workload) // REPORTS)
@@ -139,29 +139,29 @@ class ServingSimulation:
         self._clocks = [*dict.fromkeys(engine.clock for engine in engines)]
         index_of = {clock: index for index, clock in enumerate(self._clocks)}
         self._clock_of = [index_of[engine.clock] for engine in engines]
-        self._numbers: list[list[int]] = [[] for _ in self._clocks]
+        self._engines_of_clock: list[list[int]] = [[] for _ in self._clocks]
         for number, index in enumerate(self._clock_of):
-            self._numbers[index].append(number)
-        self._scheduled = [math.inf] * len(self._clocks)  # times of their events in the queue
+            self._engines_of_clock[index].append(number)
+        self._event_times = [math.inf] * len(self._clocks)  # of the clocks' events in the queue
 
         self._queues: StageQueues | None = None
         self._stores: StoreReads | None = None
         if stages is not None and stages.stations:
             self._queues = StageQueues(stages, workload, self.events, self.route_prompt)
         if stages is not None and stages.tiers:
-            self._stores = StoreReads(stages, workload, engines, self._front.numbers)
+            self._stores = StoreReads(stages, workload, engines, self._prefill_pool.numbers)
         self._operator: Operator | None = None
         if operation is not None:
-            scaled = (self._decode or self._front).numbers
+            scaled = (self._decode_pool or self._prefill_pool).numbers
             self._operator = Operator(operation, range(len(engines)), scaled, self)
-        # Nothing but arrivals influences an engine: it may be ahead of others, up to the next one.
+        # Only arrivals influence an engine: it may run ahead of the others, up to the next arrival.
         self._independent = (
-            workload.after is None
+            workload.predecessor is None
             and workload.concurrency is None
             and transfers is None
             and stages is None
             and operation is None
-            and self._front.has_one_host
+            and self._prefill_pool.has_one_host
         )
         self._next_arrival = math.inf
         span = max(workload.arrival, default=0.0) / REPORTS
@@ -177,7 +177,7 @@ class ServingSimulation:
         except KeyboardInterrupt:
             stopped = True
         if self._stopped_at is not None and self._transfers is not None:
-            # A prefill engine notes a first token, too, which no user sees before the decode.
+            # A prefill engine notes first tokens, too, which users see when the request decodes.
             records = records.with_lower_bounds(
                 self._transfers.handover.prefilled, self._stopped_at
             )
@@ -194,7 +194,7 @@ class ServingSimulation:
             None if self._transfers is None else self._transfers.handover,
             refused=dict(self._refused),
             instances=self.instances,
-            up=() if self._operator is None else self._operator.all_up(),
+            up=() if self._operator is None else self._operator.up_times(),
             stages=stages,
         )
 
@@ -206,9 +206,10 @@ class ServingSimulation:
     def _process_events(self) -> None:
         """Process events in order of time; at one time, the ends of batches last.
 
-        Independent engines whose router does not read them have all their arrivals first.
+        Where engines are independent and the router does not read their state, all requests are
+        routed before the first event.
         """
-        if self._independent and not self._front.router.reads_engines:
+        if self._independent and not self._prefill_pool.router.reads_engines:
             for at, request in self._arrivals:
                 self._arrive(at, request)
         else:
@@ -233,8 +234,8 @@ class ServingSimulation:
         self._arrive(at, request)
 
     def _arrive(self, at: float, request: int) -> None:
-        """Note the arrival of a request, which has passed the host."""
-        self.records.arrival[request] = at - self._arrivals.delay(request)
+        """Note the arrival of a request, which is at the router."""
+        self.records.arrival[request] = at - self._arrivals.seconds_to_router(request)
         if self._queues is None:
             self.route_prompt(at, request)
         else:
@@ -242,17 +243,17 @@ class ServingSimulation:
 
     def route_prompt(self, at: float, request: int) -> None:
         """Choose the engine that computes a prompt."""
-        engine = self._route(at, self._front, request, self.route_prompt)
+        engine = self._route(at, self._prefill_pool, request, self.route_prompt)
         if engine is None:
             return
         self.records.engine[request] = engine
         if self._transfers is not None:
             self._transfers.handover.engine[request] = engine
-            if self._transfers.pushes and self._decode is not None:
-                target = self._route(at, self._decode, request, self.route_prompt)
+            if self._transfers.pushes and self._decode_pool is not None:
+                target = self._route(at, self._decode_pool, request, self.route_prompt)
                 assert target is not None
                 self._transfers.decode_engine[request] = target
-        delay = self._front.extra_delay(engine, self.workload.prompt[request])
+        delay = self._prefill_pool.extra_delay(engine, self.workload.prompt[request])
         if delay:
             self.events.add(at + delay, ARRIVAL, request, self._enter_queue)
         else:
@@ -268,7 +269,7 @@ class ServingSimulation:
             if not numbers:
                 self._operator.hold(at, request, retry, fitting)
                 return None
-        if self._stores is not None and pool is self._front:
+        if self._stores is not None and pool is self._prefill_pool:
             numbers = self._stores.near(request, numbers)
         engines = self.engines
         if len(numbers) < len(engines):
@@ -305,7 +306,7 @@ class ServingSimulation:
 
     def _release_followers(self, at: float, request: int) -> None:
         self.finished += 1
-        for arrival, follower in self._arrivals.after(request, at):
+        for arrival, follower in self._arrivals.followers_of(request, at):
             self.events.add(arrival, ARRIVAL, follower, self._arrive)
 
     def _prefill_engine(self, request: int) -> int:
@@ -331,8 +332,8 @@ class ServingSimulation:
 
     def _schedule_clock(self, index: int) -> None:
         end = self._clocks[index].next_event
-        if end != self._scheduled[index]:
-            self._scheduled[index] = end
+        if end != self._event_times[index]:
+            self._event_times[index] = end
             if end < math.inf:
                 self.events.add(end, BATCH_END, index, self._end_batch)
 
@@ -341,9 +342,9 @@ class ServingSimulation:
 
         An engine that only arrivals influence runs ahead, up to the next arrival if there is one.
         """
-        if self._scheduled[index] != at:
+        if self._event_times[index] != at:
             return  # outdated
-        self._scheduled[index] = math.inf
+        self._event_times[index] = math.inf
         clock, until = self._clocks[index], at
         if clock.next_event == at:
             if self._independent:
@@ -354,7 +355,7 @@ class ServingSimulation:
 
     def _after_batch(self, at: float, index: int) -> None:
         """Process what the engines of a clock have done in a batch."""
-        for number in self._numbers[index]:
+        for number in self._engines_of_clock[index]:
             engine = self.engines[number]
             if self._independent:
                 self.finished += len(engine.completed)
@@ -441,25 +442,25 @@ class ServingSimulation:
         `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py`).
         """
         assert self._transfers is not None
-        assert self._decode is not None
+        assert self._decode_pool is not None
         if self._transfers.pushes:
             arrives = self._transfers.pushed_by(at, request)
             self.events.add(arrives, OTHER, request, self._release_source)
-        delay = self._decode.host.before_prefill(self.workload.prompt[request])
+        delay = self._decode_pool.host.seconds_to_router(self.workload.prompt[request])
         self.events.add(at + delay, ARRIVAL, request, self.route_decode)
 
     def route_decode(self, at: float, request: int) -> None:
         """Choose the engine that decodes a request."""
         assert self._transfers is not None
-        assert self._decode is not None
+        assert self._decode_pool is not None
         if self._transfers.pushes:
             number = self._transfers.decode_engine[request]
         else:
-            number = self._route(at, self._decode, request, self.route_decode)
+            number = self._route(at, self._decode_pool, request, self.route_decode)
         if number is None:
             return
         self.records.engine[request] = number
-        delay = self._decode.extra_delay(number, self.workload.prompt[request])
+        delay = self._decode_pool.extra_delay(number, self.workload.prompt[request])
         self.events.add(at + delay, ARRIVAL, request, self._enter_decode_queue)
 
     def _enter_decode_queue(self, at: float, request: int) -> None:

@@ -34,9 +34,9 @@ class Drafts:
     """Drafts of each request in a step, and how often they are accepted."""
 
     number: int
-    """Drafts of a step."""
-    right: tuple[float, ...]
-    """Probability that all drafts up to each one are accepted."""
+    """Number of drafts of a step."""
+    accepted_up_to: tuple[float, ...]
+    """Probability, for each draft, that it and all before it are accepted."""
     slots: int
     """Cache positions that a step has beyond the tokens computed before it."""
     seed: int = 0
@@ -45,7 +45,7 @@ class Drafts:
     def __post_init__(self) -> None:
         """Sample the tokens of steps: exact frequencies in a random order."""
         tokens = [1] * DRAWS
-        for share in self.right:
+        for share in self.accepted_up_to:
             for index in range(round(share * DRAWS)):
                 tokens[index] += 1
         random.Random(self.seed).shuffle(tokens)
@@ -55,7 +55,7 @@ class Drafts:
     def of_length(cls, number: int, length: float, slots: int, seed: int = 0) -> Drafts:
         """Drafts of an acceptance length, with the least variance.
 
-        >>> Drafts.of_length(4, 2.75, slots=5).right
+        >>> Drafts.of_length(4, 2.75, slots=5).accepted_up_to
         (1.0, 0.75, 0.0, 0.0)
         """
         if not 1 <= length <= number + 1:
@@ -79,12 +79,12 @@ class Drafts:
     @property
     def length(self) -> float:
         """Mean tokens of a step."""
-        return 1 + sum(self.right)
+        return 1 + sum(self.accepted_up_to)
 
     @property
-    def most(self) -> int:
+    def max_tokens(self) -> int:
         """Largest number of tokens of a step."""
-        return 1 + sum(share > 0 for share in self.right)
+        return 1 + sum(share > 0 for share in self.accepted_up_to)
 
     def tokens_of_step(self, request: int, output_tokens: int) -> int:
         """Tokens of a step of a request that has `output_tokens`."""
@@ -106,7 +106,7 @@ class Drafter:
     """Run that is not resolved; `num_speculative_tokens` as of the verifying model."""
     model: ModelConfig
     """Model of the pass over all tokens of a step."""
-    own: ModelConfig
+    later: ModelConfig
     """Model of later passes, which read the drafter's own hidden states."""
     head: bool
     """The drafter uses the model's embedding and output projection."""
@@ -117,8 +117,8 @@ class Drafter:
         return self.run.num_speculative_tokens
 
     @property
-    def more(self) -> int:
-        """Like `DraftingTimes.more`."""
+    def extra_tokens(self) -> int:
+        """Further tokens of each request in the first pass (`DraftingTimes.extra_tokens`)."""
         return 0 if self.head else 1
 
 

@@ -186,39 +186,39 @@ class Store:
     6
     """
 
-    __slots__ = ("_blocks", "_free", "_held", "_most", "tier")
+    __slots__ = ("_blocks", "_capacity", "_free", "_held", "tier")
 
     def __init__(self, tier: StoreTier, bytes_per_block: float) -> None:
         """An empty store."""
         self.tier = tier
-        self._most = tier.capacity_gb * 1e9 / bytes_per_block
+        self._capacity = tier.capacity_gb * 1e9 / bytes_per_block
         self._held: OrderedDict[int, int] = OrderedDict()  # blocks by segment, oldest first
         self._blocks = 0
         self._free = [0.0] * tier.reads
 
     def find(self, chain: Chain) -> int:
         """Blocks of the beginning of a chain that are here."""
-        keys, ends = chain
+        segments, ends = chain
         num_segments = blocks = 0
-        for key, end in zip(keys, ends, strict=True):
-            length = self._held.get(key)
+        for segment, end in zip(segments, ends, strict=True):
+            length = self._held.get(segment)
             if length is None:
                 break
             num_segments, blocks = num_segments + 1, min(end, blocks + length)
             if blocks < end:  # the segment has grown since
                 break
-        for key in reversed(keys[:num_segments]):  # beginnings outlive what is behind them
-            self._held.move_to_end(key)
+        for segment in reversed(segments[:num_segments]):  # beginnings outlive what follows them
+            self._held.move_to_end(segment)
         return blocks
 
     def keep(self, chain: Chain, blocks: int) -> None:
         """Keep the whole segments of a chain up to `blocks`."""
-        lengths = {key: end - start for key, end, start in
+        lengths = {segment: end - start for segment, end, start in
                    zip(*chain, (0, *chain[1]), strict=False) if end <= blocks}  # fmt: skip
-        for key in reversed(lengths):
-            self._blocks += lengths[key] - self._held.pop(key, 0)
-            self._held[key] = lengths[key]
-        while self._blocks > self._most:
+        for segment in reversed(lengths):
+            self._blocks += lengths[segment] - self._held.pop(segment, 0)
+            self._held[segment] = lengths[segment]
+        while self._blocks > self._capacity:
             self._blocks -= self._held.popitem(last=False)[1]
 
     def read(self, now: float, bytes_: float) -> float:
@@ -269,8 +269,8 @@ class StageQueues:
 
     def enter(self, at: float, request: int, index: int = 0) -> None:
         """Add a request to a station, or to the next one that applies to it."""
-        after = self._workload.after
-        first = after is None or after[request] < 0
+        predecessor = self._workload.predecessor
+        first = predecessor is None or predecessor[request] < 0
         while index < len(self._stations) and first and self._stations[index].cost.follow_ups:
             index += 1
         if index == len(self._stations):

@@ -78,7 +78,7 @@ class Window(NamedTuple):
         return arrival >= self.begins
 
 
-def arrivals_measured(arrived: Float, requests: int) -> Window | None:
+def arrival_window(arrived: Float, requests: int) -> Window | None:
     """Window of a workload of `requests`, by the arrivals so far; None: still in the warm-up."""
     before = int(requests * WARM_UP)
     if len(arrived) <= before:
@@ -94,7 +94,7 @@ def window_of(records: Records, *, whole_run: bool = False) -> Window:
         return Window(0.0, 0.0, True)
     mean = float(finish.mean(where=done) - arrival.mean(where=done))
     arrived = arrival if done.all() else arrival[np.isfinite(arrival)]
-    window = arrivals_measured(arrived, len(arrival))
+    window = arrival_window(arrived, len(arrival))
     if whole_run or window is None or window.seconds < mean:
         return Window(float(arrived.min()), float(np.nanmax(finish)), True)
     return window
@@ -150,7 +150,7 @@ def steadiness_of(outcome: Outcome, keeps: Bool) -> Steadiness:
             np.frombuffer(c)[done] for c in (outcome.handover.begins, outcome.handover.prefilled)
         )
         waits = waits + np.nan_to_num(np.maximum(sent - prefilled, 0.0))
-    window = arrivals_measured(arrival, len(arrival))
+    window = arrival_window(arrival, len(arrival))
     if window is None or not window.seconds:
         return Steadiness(
             False, False, math.nan, math.nan, (0, 0), "all requests arrive at once", 0

@@ -60,7 +60,7 @@ def _smaller(winner: ServingChoice, smaller: SmallerDeployment) -> str:
 def _nothing(ranking: ServingRanking) -> str:
     if ranking.stopped:
         return "nothing yet: no choice that was simulated keeps the limits"
-    text = f"nothing with up to {plural(ranking.target.most_gpus, 'GPU', 'GPUs')} keeps the limits"
+    text = f"nothing with up to {plural(ranking.target.max_gpus, 'GPU', 'GPUs')} keeps the limits"
     closest = ranking.closest
     if closest is None or not closest.simulated.good:
         return text
@@ -131,7 +131,7 @@ def deployment_words(ranking: ServingRanking, choice: ServingChoice) -> str:
     parts: list[str] = []
     for group, row in zip(groups, _layout_rows(choice), strict=True):
         role = "" if group.role == "both" else f"{group.role} "
-        count = plural(group.engines.instances, f"{role}instance", f"{role}instances")
+        count = plural(group.settings.instances, f"{role}instance", f"{role}instances")
         on = f" on {ranking.rows.hardware(row).name}" if len(hardware) > 1 else ""
         parts.append(f"{count} of {layout_words(ranking, choice, row)}{on}")
     return " and ".join(parts)
@@ -154,8 +154,8 @@ def layout_words(ranking: ServingRanking, choice: ServingChoice, row: int) -> st
 
 def engine_words(ranking: ServingRanking, choice: ServingChoice) -> list[str]:
     """Settings of engines in which choices differ."""
-    sections = [other.deployment.groups[-1].engines for other in ranking.choices]
-    engines = choice.deployment.groups[-1].engines
+    sections = [other.deployment.groups[-1].settings for other in ranking.choices]
+    engines = choice.deployment.groups[-1].settings
     names = [column.name for column in fields(EngineSection) if column.name != "instances"]
     differ = [name for name in names if len({getattr(section, name) for section in sections}) > 1]
     return [setting_in_words(name, getattr(engines, name)) for name in differ]
@@ -222,7 +222,7 @@ def table_of_choices(
 
 
 def _instances(ranking: ServingRanking, choice: ServingChoice, group: int, row: int) -> str:
-    count = choice.deployment.groups[group].engines.instances
+    count = choice.deployment.groups[group].settings.instances
     return f"{count} x {layout_words(ranking, choice, row)}"
 
 

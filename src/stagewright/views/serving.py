@@ -86,7 +86,7 @@ def per_engine(served: ServedRun) -> Table:
     }
     for index, each in enumerate(served.outcome.engines):
         selected = (engine == index) | (of_prompts == index)
-        share = np.array(each.samples.blocks) / each.blocks.size
+        share = np.array(each.samples.blocks) / each.kv_cache.size
         row = (
             index,
             int(selected.sum()),

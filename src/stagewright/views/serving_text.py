@@ -20,7 +20,7 @@ MAX_ENGINES = 64
 
 def group_words(group: InstanceGroup) -> str:
     """A group of instances in words."""
-    count = group.engines.instances
+    count = group.settings.instances
     purpose = "" if group.role == "both" else f" for {group.role}"
     text = f"{layout_words(group)} on {group.instance.machine}"
     if count == 1 and not purpose:
@@ -39,9 +39,9 @@ def serving_text(
     """Requests over time; `group` is the first group that decodes."""
     summary, workload = run.summary, run.outcome.workload
     yield description
-    tokens = quantity(group.blocks * group.instance.cache.block_size, "tokens")
+    tokens = quantity(group.num_blocks * group.instance.cache.block_size, "tokens")
     yield (
-        f"KV cache of an engine: {tokens} ({group.blocks:,} blocks of "
+        f"KV cache of an engine: {tokens} ({group.num_blocks:,} blocks of "
         f"{group.instance.cache.block_size}); a step: at most {group.limits.tokens:,} tokens, "
         f"{group.limits.requests:,} requests"
     )
@@ -66,7 +66,7 @@ def serving_text(
         yield from _best_latencies(run, slo)
     if summary.classes:
         yield per_class(summary)
-    if workload.after is not None:
+    if workload.predecessor is not None:
         rate = RequestTimes.of(run.outcome).interactivity(workload)
         yield (
             f"interactivity: {rate:,.1f} tokens/s per user, end to end (1 / p90 of E2E per output "
@@ -122,7 +122,7 @@ def serving_notes(run: ServedRun, groups: Sequence[InstanceGroup]) -> Iterator[s
     if summary.shortened:
         outputs = plural(summary.shortened, "output", "outputs")
         yield f"{outputs} cut at max_model_len {group.max_model_len}"
-    method = group.engines.speculative_method
+    method = group.settings.speculative_method
     if method == "mtp":
         model = group.instance.model.name
         yield f"drafts come from a layer like the last one of {model}, used for each draft"

@@ -288,7 +288,6 @@ EXAMPLES = [
     Example("conv", "bgdH,gndT->bgnP", WINDOW | {"padding": 1, "dilation": 1}, out="BGNP"),
     Example("opaque", "bsm,mf->bsF", {"fn": "unknown"}),
     Example("opaque", "bSm->bP", {"fn": "unknown"}, out="BP"),
-    Example("opaque", "bSm,bm->bSm", {"fn": "unknown", "keeps": "1&result"}),
     Example("embedding", "bs,vm->bsm", fixed=(0,), integers=TOKENS),
     Example("embedding", "s,vm->sm", fixed=(0,), integers=("positions", "")),
     Example("max", "bsv->bs", fixed=(0,)),

@@ -72,8 +72,8 @@ def test_a_join_waits_for_all():
         array("d", [0.0, 0.1, 0.0, 0.0, 0.5, 0.0, 0.0]),
         array("i", [50, 10, 20, 30, 90, 10, 10]),
         array("i", [5, 40, 3, 9, 2, 200, 4]),
-        after=array("i", [-1, 0, 0, 0, 0, 0, -1]),
-        joins={4: (1, 2, 3)},
+        predecessor=array("i", [-1, 0, 0, 0, 0, 0, -1]),
+        further_predecessors={4: (1, 2, 3)},
         concurrency=1,
     )
     records = served(work)

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -9,9 +10,12 @@ from stagewright.errors import UserError
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.sections.serving import EngineSection
 from stagewright.run.settings import Run
+from stagewright.serving.batch import StepBatch
 from stagewright.serving.command_lines import ENGINES, command_lines
 from stagewright.serving.deployment import Deployment, InstanceGroup
-from stagewright.serving.instance import instance
+from stagewright.serving.engine import Engine
+from stagewright.serving.host import HOSTS
+from stagewright.serving.instance import make_instance
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.network import Machine
@@ -28,8 +32,22 @@ def group(engine: str, **settings: object) -> InstanceGroup:
     hardware = hardware_of("h200")
     limits = batch_limits(engines, hardware)
     model = model_of(MODEL).with_overrides(num_layers=2)
-    made = instance(RUN, model, Machine.of(hardware, gpus=4), most_requests=limits.requests)
-    return InstanceGroup(made, engines, limits, scheduler_of(engines, limits))
+    made = make_instance(RUN, model, Machine.of(hardware, gpus=4), max_requests=limits.requests)
+    return InstanceGroup(made, engines, limits, scheduler_of(engines, limits, made.run.pp))
+
+
+class OneByOne:
+    def schedule(self, engine: Engine) -> StepBatch:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_scheduler_given_as_an_object_is_named_by_its_class(engine: str):
+    of = group(engine)
+    assert of.scheduler_name == ENGINES[engine]
+    other = replace(of, scheduler=OneByOne())
+    assert other.scheduler_name == "OneByOne"
+    assert other.host == HOSTS[ENGINES[engine]]  # as the setting says
 
 
 def options(line: str) -> dict[str, str]:
@@ -77,7 +95,7 @@ def test_tensorrt_llm():
     assert fields["enable_attention_dp"] is True
     assert fields["scheduler_config"] == {"capacity_scheduler_policy": "MAX_UTILIZATION"}
     assert fields["kv_cache_config"]["dtype"] == "fp8"
-    assert fields["kv_cache_config"]["max_tokens"] == of.blocks * 32
+    assert fields["kv_cache_config"]["max_tokens"] == of.num_blocks * 32
     wanted = {"--tp_size": "4", "--ep_size": "4", "--max_batch_size": "64", "--max_seq_len": "4096"}
     found = options(line)
     assert {name: found[name] for name in wanted} == wanted

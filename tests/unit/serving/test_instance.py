@@ -15,7 +15,9 @@ def capacity(memory, tokens=2048, **settings):
 
 def test_blocks_are_those_that_vllm_logged():
     # vLLM 0.19, RTX 4090 (casys-kaist/LLMServingSim@5daddb21)
-    assert capacity(0.9 * 25250627584, model="llama3.1-8b").blocks == pytest.approx(2588, rel=0.02)
+    assert capacity(0.9 * 25250627584, model="llama3.1-8b").num_blocks == pytest.approx(
+        2588, rel=0.02
+    )
 
 
 def test_ranks_that_copy_keys_send_them_once():
@@ -46,7 +48,8 @@ def test_a_step_has_several_requests_where_positions_are_learned():
     few = capacity(10e9, model="gpt2", tokens=1024)
     found = capacity(10e9, model="gpt2", tokens=8192)
     assert found.bytes_per_token == few.bytes_per_token == 2 * 12 * 768 * 2
-    assert few.blocks * 0.9 < found.blocks < few.blocks  # activations of eight times the tokens
+    # Activations of eight times the tokens
+    assert few.num_blocks * 0.9 < found.num_blocks < few.num_blocks
 
 
 def test_weights_that_leave_no_room_are_named_with_what_would_help():
@@ -55,4 +58,4 @@ def test_weights_that_leave_no_room_are_named_with_what_would_help():
     model = resolve("deepseek-r1")
     with pytest.raises(UserError, match=r"weights \(169 GB\).*in 162 GB of a GPU, .* takes 1 GB"):
         kv_capacity(run, model, int(180e9 * 0.9), 8192)
-    assert kv_capacity(run, model, int(180e9 * 0.96), 8192).blocks > 1000
+    assert kv_capacity(run, model, int(180e9 * 0.96), 8192).num_blocks > 1000

@@ -29,7 +29,7 @@ def declare(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
 
 
 def made(name: str) -> Any:
-    return named.scheduler_of(EngineSection(scheduler=name), LIMITS)
+    return named.scheduler_of(EngineSection(scheduler=name), LIMITS, 1)
 
 
 def test_an_installed_package_declares_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,9 +61,9 @@ def test_subagents_run_in_parallel_and_join(written):
     # 0 main, 1 and 2 subagent a, 3 subagent b, 4 in the background, 5 and 6 main
     assert list(work.prompt) == [130, 64, 128, 70, 64, 200, 300]
     assert list(work.output) == [10, 5, 6, 7, 90, 11, 12]
-    assert work.after is not None
-    assert list(work.after) == [-1, 0, 1, 0, 0, 0, 5]
-    assert work.joins == {5: (2, 3), 6: (4,)}
+    assert work.predecessor is not None
+    assert list(work.predecessor) == [-1, 0, 1, 0, 0, 0, 5]
+    assert work.further_predecessors == {5: (2, 3), 6: (4,)}
     # From the end of the last of those before, at most 10 s: 7 to 8 s, 63 to 100 s.
     assert list(work.arrival) == [0, 0.5, 0.5, 1, 1, 1, 10]
     assert work.session is not None
@@ -85,24 +85,24 @@ def test_ids_name_blocks_of_a_conversation(written):
     assert twice.chains is not None
     seen = [{key for keys, _ in twice.chains[n : n + 7] for key in keys} for n in (0, 7, 14)]
     assert sum(map(len, seen)) == len(set.union(*seen))
-    assert twice.joins[7 + 5] == (7 + 2, 7 + 3)
+    assert twice.further_predecessors[7 + 5] == (7 + 2, 7 + 3)
 
 
 def test_the_first_of_each_lane_begins_in_the_middle(written):
     lanes = {"num_requests": 40, "concurrency": 30}
     work = asked(written(FAN_OUT), trajectory_start_max_ratio=0.3, **lanes)
     assert work.session is not None
-    assert work.after is not None
+    assert work.predecessor is not None
     first = [list(work.session).index(n) for n in range(40)]
-    assert {work.after[n] for n in first} == {-1}
+    assert {work.predecessor[n] for n in first} == {-1}
     # Turns 0, 5 and 6 of 7 were sent at 0, 8 and 100 s.
     lengths = [list(work.session).count(n) for n in range(40)]
     assert {*lengths[:30]} == {7, 2}
     assert {*lengths[30:]} == {7}
     short = first[lengths.index(2)]
     assert list(work.prompt[short : short + 2]) == [200, 300]
-    assert list(work.after[short : short + 2]) == [-1, short]
-    assert work.joins.get(short + 1, ()) == ()
+    assert list(work.predecessor[short : short + 2]) == [-1, short]
+    assert work.further_predecessors.get(short + 1, ()) == ()
     assert work.arrival[short] == 0
     again = asked(written(FAN_OUT), trajectory_start_max_ratio=0.3, **lanes)
     assert again.prompt == work.prompt

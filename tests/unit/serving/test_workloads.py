@@ -10,7 +10,14 @@ import pytest
 from stagewright.api.workloads import workload_of
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import WorkloadSection
-from stagewright.serving.workload import NEVER_FITS, NOT_CUT, TOO_LONG, Workload, accept, with_past
+from stagewright.serving.workload import (
+    NEVER_FITS,
+    PROMPT_EXCEEDS_STEP,
+    TOO_LONG,
+    Workload,
+    accept,
+    with_past,
+)
 from stagewright.serving.workloads import traces
 from stagewright.serving.workloads.synthetic import (
     Arrivals,
@@ -19,9 +26,9 @@ from stagewright.serving.workloads.synthetic import (
     LoadStage,
     SharedPrefix,
     closed_loop,
+    load_in_stages,
     open_loop,
     sessions,
-    staged,
 )
 
 LENGTHS = Lengths(isl=100, osl=10)
@@ -147,7 +154,7 @@ def test_stages_with_shared_prefixes():
         num_unique_system_prompts=3, num_users_per_system_prompt=2,
         system_prompt_len=100, question_len=50, output_len=7,
     )  # fmt: skip
-    work = staged((LoadStage(2, 10), LoadStage(4, 10)), prefix, poisson=False)
+    work = load_in_stages((LoadStage(2, 10), LoadStage(4, 10)), prefix, poisson=False)
     assert len(work) == 60
     assert work.stages == (0, 10)
     assert list(work.arrival[20:23]) == [10, 10.25, 10.5]
@@ -167,18 +174,18 @@ def test_a_session_is_one_segment_however_many_turns_it_has():
 def test_what_no_engine_can_serve():
     work = sessions(2, Arrivals(rate=1), LENGTHS, Conversations(turns=3))
     assert list(work.prompt) == [100, 210, 320] * 2
-    found = accept(work, max_model_len=215, tokens=10_000)
+    found = accept(work, max_model_len=215, kv_tokens=10_000)
     assert found.rejected == {TOO_LONG: 2}
     assert found.shortened == 2
     assert list(found.workload.output) == [10, 5] * 2
-    assert found.workload.after is not None
-    assert list(found.workload.after) == [-1, 0, -1, 2]
-    found = accept(work, max_model_len=1000, tokens=215)
+    assert found.workload.predecessor is not None
+    assert list(found.workload.predecessor) == [-1, 0, -1, 2]
+    found = accept(work, max_model_len=1000, kv_tokens=215)
     assert found.rejected == {NEVER_FITS: 4}
-    uneven = accept(work, max_model_len=1000, tokens=10_000)
+    uneven = accept(work, max_model_len=1000, kv_tokens=10_000)
     assert uneven.rejected == {}
     assert uneven.workload.prompt is work.prompt
-    assert accept(work, 1000, 10_000, 250).rejected == {NOT_CUT: 2}
+    assert accept(work, 1000, 10_000, 250).rejected == {PROMPT_EXCEEDS_STEP: 2}
     for late in (2e9, float("nan"), -1.0):
         off = replace(work, arrival=array("d", [*work.arrival[:-1], late]))
         with pytest.raises(UserError, match="requests arrive"):
@@ -231,9 +238,9 @@ def test_bad_options_are_refused(make):
 def test_joins_do_not_wait_for_what_was_left_out():
     work = Workload(
         "fan-out", array("d", [0.0] * 5), array("i", [10, 10, 99, 10, 10]), array("i", [1] * 5),
-        after=array("i", [-1, 0, 0, 0, 0]), joins={3: (1, 2), 4: (2,)},
+        predecessor=array("i", [-1, 0, 0, 0, 0]), further_predecessors={3: (1, 2), 4: (2,)},
     )  # fmt: skip
-    found = accept(work, max_model_len=50, tokens=1000)
+    found = accept(work, max_model_len=50, kv_tokens=1000)
     assert found.rejected == {TOO_LONG: 1}
-    assert list(found.workload.after) == [-1, 0, 0, 0]
-    assert found.workload.joins == {2: (1,), 3: ()}
+    assert list(found.workload.predecessor) == [-1, 0, 0, 0]
+    assert found.workload.further_predecessors == {2: (1,), 3: ()}

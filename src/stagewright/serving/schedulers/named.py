@@ -1,4 +1,4 @@
-"""Schedulers by name, with an engine's defaults; a user's own by the module that has it."""
+"""Schedulers by name, with defaults of serving engines; others by entry points of packages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CHUNKS = ((20, 2048), (60, 4096), (160, 8192))
 
 
 class BatchLimits(NamedTuple):
-    """The most that a step may hold."""
+    """Limits of a step."""
 
     tokens: int
     requests: int
@@ -60,16 +60,22 @@ def batch_limits(settings: EngineSection, hardware: Hardware) -> BatchLimits:
     return BatchLimits(tokens, requests, settings.chunked_prefill_size or prompts)
 
 
-def scheduler_of(settings: EngineSection, limits: BatchLimits) -> Scheduler:
-    """The scheduler that settings name, with those of its fields that are settings.
+def schedules_ahead(settings: EngineSection, pp: int) -> bool:
+    """True if a step is scheduled when the previous one begins: not in a pipeline of `pp` ranks."""
+    return settings.async_scheduling and pp == 1
 
-    A user's own is an entry point of an installed package in the group `ENTRY_POINTS`; a dataclass
-    gets the settings that it has fields for.
+
+def scheduler_of(settings: EngineSection, limits: BatchLimits, pp: int) -> Scheduler:
+    """Scheduler that the settings name, for engines with `pp` pipeline ranks.
+
+    A class that is a dataclass gets the settings that it has fields for. Others than the built-in
+    ones are entry points of installed packages in the group `ENTRY_POINTS`.
     """
-    scheduler_class = _class_of(settings.scheduler)
+    scheduler_class = class_of(settings.scheduler)
     values = {f.name: getattr(settings, f.name) for f in fields(settings)}
     values |= {"max_num_batched_tokens": limits.tokens, "max_num_seqs": limits.requests}
     values["chunked_prefill_size"] = limits.prompt_tokens
+    values["async_scheduling"] = schedules_ahead(settings, pp)
     values = {name: value for name, value in values.items() if value is not None}
     names = _settings(scheduler_class)
     make = cast("Callable[..., Scheduler]", scheduler_class)
@@ -96,7 +102,7 @@ def refuse_chunks_below_a_block(scheduler: Scheduler, block_size: int) -> None:
 
 def refuse_others(settings: EngineSection) -> None:
     """Raise a UserError for a setting of another scheduler, which would say nothing."""
-    used = _settings(_class_of(settings.scheduler))
+    used = _settings(class_of(settings.scheduler))
     for setting in fields(settings):
         name, is_default = setting.name, getattr(settings, setting.name) == setting.default
         owners = [key for key, of_class in SCHEDULERS.items() if name in _settings(of_class)]
@@ -108,7 +114,8 @@ def refuse_others(settings: EngineSection) -> None:
         )
 
 
-def _class_of(scheduler: str) -> Any:
+def class_of(scheduler: str) -> Any:
+    """Class of a scheduler by name."""
     return SCHEDULERS.get(scheduler) or _installed(scheduler)
 
 

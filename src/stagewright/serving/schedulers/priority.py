@@ -60,7 +60,7 @@ class VllmByPriority(Vllm):
         while chunk > 0 and not engine.grow(request, chunk):
             victim = self._victim(engine)
             if victim != request:
-                engine.blocks.take(-engine.blocks_needed(victim, 1))
+                engine.kv_cache.take(-engine.blocks_needed(victim, 1))
                 budget += 1
             engine.preempt(victim)
             if victim == request:
@@ -85,11 +85,11 @@ class VllmByPriority(Vllm):
                 continue
             chunk = 1 if remaining is None else self._chunk(remaining, budget)
             needed = engine.blocks_needed(request, chunk)
-            while needed > engine.blocks.free and request in engine.running:
+            while needed > engine.kv_cache.free and request in engine.running:
                 victim = self._victim(engine)
                 tokens, blocks = planned.pop(victim, (0, 0))
                 budget += tokens
-                engine.blocks.take(-blocks)
+                engine.kv_cache.take(-blocks)
                 if victim in engine.remaining_prefill:
                     engine.remaining_prefill[victim] += tokens
                 engine.preempt(victim)

@@ -112,7 +112,7 @@ class SGLang:
             self._full = self._new_batch = False
         prefill: list[tuple[int, int]] = []
         if engine.remaining_prefill or (engine.waiting and not self._full):
-            if self.schedule_policy == "lpm" and engine.blocks.caching:
+            if self.schedule_policy == "lpm" and engine.kv_cache.caching:
                 longest_prefix_first(engine)
             self._prefill(engine, prefill)
         self._num_running = len(engine.running)
@@ -145,7 +145,7 @@ class SGLang:
         lefts = (engine.output[r] - engine.output_tokens(r) for r in engine.decoding_requests)
         to_generate = sum(min(left, CLIP) for left in lefts)
         kept = to_generate * (1.0 if self.ignore_eos else self.ratio(engine))
-        room = engine.blocks.free * page - kept
+        room = engine.kv_cache.free * page - kept
         budget, chunk_budget = self.max_prefill_tokens, self.chunked_prefill_size
         if self.enable_mixed_chunk:
             tokens = engine.decoding * engine.new_tokens
@@ -205,7 +205,7 @@ class SGLang:
             tokens = self._computed_at_once.get(request, engine.prompt[request])
             self._computed_at_once[request] = engine.prompt[request] + engine.output_tokens(request)
             engine.preempt(request, to_front=False, keep_tokens=tokens)
-            engine.blocks.forget(-(-RETRACT_STEPS * len(order) // engine.block_size))
+            engine.kv_cache.forget(-(-RETRACT_STEPS * len(order) // engine.block_size))
             if engine.reserve():
                 break
         generated = sum(map(engine.output_tokens, order))
@@ -227,13 +227,13 @@ def longest_prefix_first(engine: Engine) -> None:
         if cached[request] > SHORT:
             continue
         shared = 0
-        keys, ends = engine.chain(request)
-        for key, end in zip(keys, ends, strict=True):
-            if key not in computed_soon:
+        segments, ends = engine.chain(request)
+        for segment, end in zip(segments, ends, strict=True):
+            if segment not in computed_soon:
                 break
             shared = end * page
         if shared >= SHORT:
             deferred.add(request)
         else:
-            computed_soon.update(keys)
+            computed_soon.update(segments)
     engine.waiting = deque(sorted(waiting, key=lambda r: (r in deferred, -cached[r])))

@@ -14,7 +14,7 @@ class Static:
 
     An idle engine takes as many waiting requests as there are, up to `max_num_seqs` and as blocks
     suffice to their ends; their prompts run in one step, without padding. Later arrivals wait until
-    all of them have finished. Seats of requests that finish early stay empty.
+    all of them have finished. Slots of requests that finish early stay empty.
     """
 
     max_num_seqs: int = 256
@@ -23,7 +23,7 @@ class Static:
         """Return a new batch if the previous one has finished, otherwise decode."""
         prefill: list[tuple[int, int]] = []
         if not engine.running:
-            free = engine.blocks.free
+            free = engine.kv_cache.free
             while engine.waiting and len(prefill) < self.max_num_seqs:
                 request = engine.waiting[0]
                 free -= engine.max_blocks(request)

@@ -62,7 +62,7 @@ class TensorRtLlm:
     @property
     def cache_rules(self) -> CacheRules:
         """Cache rules: a prompt takes all blocks at once, and is reusable when complete."""
-        return CacheRules(reserve_whole_prompt=True, cache_after_compute=True)
+        return CacheRules(allocate_whole_prompt=True, cache_after_compute=True)
 
     def schedule(self, engine: Engine) -> StepBatch:
         """Return the next batch: requests with capacity, as far as the token budget allows."""
@@ -84,14 +84,14 @@ class TensorRtLlm:
         return StepBatch((), True, 1 if paused else UNLIMITED, interruptible)
 
     def _candidates(self, engine: Engine, begun: Iterable[int]) -> list[int]:
-        """Begun requests, and waiting ones for which there are seats, in order of arrival."""
-        seats = max(0, self.max_num_seqs - len(engine.running))
-        return _by_arrival(engine, [*begun, *islice(engine.waiting, seats)])
+        """Begun requests, and waiting ones for which there are slots, in order of arrival."""
+        slots = max(0, self.max_num_seqs - len(engine.running))
+        return _by_arrival(engine, [*begun, *islice(engine.waiting, slots)])
 
     def _no_evict(self, engine: Engine) -> list[int]:
         """Prompts whose requests have blocks to their ends, next to all decoding ones."""
         size, remaining = engine.block_size, engine.remaining_prefill
-        free = engine.blocks.free
+        free = engine.kv_cache.free
         for request in engine.decoding_requests:
             free -= _blocks_to_the_end(engine, request)
             free += -(-engine.computed_tokens(request) // size)
@@ -105,7 +105,7 @@ class TensorRtLlm:
                 prefix = engine.cached_prefix(request)
                 if _waits_for_block(engine, request, prefix, computing):
                     continue
-                needed += engine.blocks.per_request - prefix.hit.blocks + prefix.hit.evictable
+                needed += engine.kv_cache.per_request - prefix.hit.blocks + prefix.hit.evictable
             if needed > free:
                 break
             free -= needed
@@ -128,10 +128,10 @@ class TensorRtLlm:
                     index += 1
                     continue
                 needed = -(-prefix.tokens // size) - prefix.hit.blocks + prefix.hit.evictable
-                needed += engine.blocks.per_request
+                needed += engine.kv_cache.per_request
             elif request not in remaining:
                 needed = engine.blocks_needed(request, 1)
-            if taken + needed <= engine.blocks.free:
+            if taken + needed <= engine.kv_cache.free:
                 taken += needed
                 if request in remaining or request not in running:
                     fitting.append(request)
@@ -205,7 +205,7 @@ def _blocks_to_the_end(engine: Engine, request: int) -> int:
     tokens = engine.prompt[request] + engine.output[request]
     if engine.drafts is not None:
         tokens += engine.drafts.slots - 1
-    cache = engine.blocks
+    cache = engine.kv_cache
     return min(-(-tokens // engine.block_size), cache.size - cache.per_request)
 
 
@@ -233,9 +233,9 @@ def _waits_for_block(
 
 def _first_uncached(engine: Engine, request: int, cached_blocks: int) -> tuple[int, int] | None:
     """First block of a request's chain that is not cached."""
-    if not engine.blocks.caching:
+    if not engine.kv_cache.caching:
         return None
-    for key, end in zip(*engine.chain(request), strict=True):
+    for segment, end in zip(*engine.chain(request), strict=True):
         if cached_blocks < end:
-            return key, cached_blocks
+            return segment, cached_blocks
     return None

@@ -1,4 +1,4 @@
-"""vLLM's V1 scheduler: no phases; every request wants to catch up with its tokens."""
+"""vLLM's V1 scheduler: prompts and decode share one token budget in each step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stagewright.serving.engine import Engine
 
 DECODE_ONLY = StepBatch(repeatable=True)
 FULL = StepBatch(interruptible=False)
-"""Decode while `max_num_seqs` requests run: arrivals have to wait."""
+"""Decode step with `max_num_seqs` running requests: arrivals have to wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,21 +19,23 @@ class Vllm:
 
     Fields are vLLM's options. In each step:
 
-    1. Running requests come first, in order of admission; each takes of the budget of
-       `max_num_batched_tokens` what it lacks: one token where it decodes, and of a prompt at most
-       `long_prefill_token_threshold`, if that is not 0.
-    2. Where blocks lack for a request, the last of the running ones is preempted, until they
-       suffice, or until that request is preempted itself (`_preempt_request`): its blocks are free,
-       it is the first to wait, and it is computed again, but for what is still cached.
-    3. If nothing was preempted, waiting requests are admitted in order while the budget and
-       `max_num_seqs` allow. What the cache has of a request is not computed, but for its last token
-       (`KVCacheManager.get_computed_blocks`). The first that does not fit stops this: the head of
-       the line. With `scheduler_reserve_full_isl` (the default since 0.19) blocks must suffice for
-       the whole prompt, of which then only the chunk takes them (`allocate_slots`,
-       `full_sequence_must_fit`). Without chunked prefill a prompt beyond the budget waits.
+    1. Running requests come first, in order of admission; each takes its next tokens from the
+       budget of `max_num_batched_tokens`: one where it decodes, and of a prompt all that remain, at
+       most `long_prefill_token_threshold`, if that is not 0.
+    2. Where blocks lack for a running request, running requests are preempted, the last admitted
+       first, until blocks suffice or the request itself is preempted (`_preempt_request`). Its
+       blocks become free; it waits before all others and is recomputed, except what is still
+       cached.
+    3. If no request was preempted, waiting requests are admitted in order while the budget and
+       `max_num_seqs` allow. Cached tokens are not computed, except the prompt's last one
+       (`KVCacheManager.get_computed_blocks`). The first request that does not fit ends admission,
+       so nobody overtakes it. With `scheduler_reserve_full_isl` (the default since 0.19) blocks
+       must suffice for the whole prompt, though only those of the chunk are allocated
+       (`allocate_slots`, `full_sequence_must_fit`). Without chunked prefill a prompt beyond the
+       budget waits.
 
-    With `async_scheduling` the step is decided when the one before it begins, so that a request
-    waits a step longer: the default since 0.14.0, but with pipelines (its release notes, #27614).
+    With `async_scheduling` a step is decided when the previous one begins, so that a request waits
+    a step longer: the default since 0.14.0, except with pipelines (its release notes, #27614).
     """
 
     max_num_batched_tokens: int = 8192
@@ -61,11 +63,20 @@ class Vllm:
         if waiting and not preempted:
             self._admit(engine, budget, prefill)
         if prefill or waiting:
-            return StepBatch(prefill, True, 1 if preempted else UNLIMITED, False, skipped)
+            # Not interruptible: a step with prefill is a single one, and later requests queue
+            # behind those that wait. A preempted request may be admitted in the next step.
+            return StepBatch(
+                prefill,
+                max_steps=1 if preempted else UNLIMITED,
+                interruptible=False,
+                skipped=skipped,
+            )
         return StepBatch(interruptible=len(engine.running) < self.max_num_seqs, skipped=skipped)
 
     def _continue_prefill(self, engine: Engine, budget: int, prefill: list[tuple[int, int]]) -> int:
         """Continue the incomplete prompt, of the last running request; return the budget left."""
+        # Without a threshold only the last admitted prompt can be incomplete: it used up the
+        # budget.
         (request,) = engine.remaining_prefill
         chunk = min(engine.remaining_prefill[request], budget)
         if chunk > 0:
@@ -90,7 +101,7 @@ class Vllm:
                 continue
             chunk = engine.new_tokens if remaining is None else self._chunk(remaining, budget)
             needed = engine.blocks_needed(request, chunk)
-            while needed > engine.blocks.free and engine.preempt() != request:
+            while needed > engine.kv_cache.free and engine.preempt() != request:
                 pass
             if request not in engine.running:
                 break
@@ -105,20 +116,19 @@ class Vllm:
     def _admit(self, engine: Engine, budget: int, prefill: list[tuple[int, int]]) -> None:
         """Admit waiting requests in order."""
         waiting, threshold = engine.waiting, self.long_prefill_token_threshold
-        whole_prompt, seats = self.scheduler_reserve_full_isl, self.max_num_seqs
-        seats -= len(engine.running)
-        while waiting and budget > 0 and seats > 0:
+        slots = self.max_num_seqs - len(engine.running)
+        while waiting and budget > 0 and slots > 0:
             request = waiting[0]
             chunk = engine.admit(
                 threshold if 0 < threshold < budget else budget,
-                whole_prompt=whole_prompt,
+                full_sequence_must_fit=self.scheduler_reserve_full_isl,
                 chunked=self.enable_chunked_prefill or 0 < threshold <= budget,
             )
             if not chunk:
                 return
             prefill.append((request, chunk))
             budget -= chunk
-            seats -= 1
+            slots -= 1
 
     def _chunk(self, remaining: int, budget: int) -> int:
         """Tokens of an incomplete prompt in one step."""

@@ -13,12 +13,12 @@ from stagewright.run.sections.serving import EngineSection
 from stagewright.searching.candidates import Candidates
 from stagewright.searching.space import Removed
 from stagewright.serving.deployment import Deployment, InstanceGroup
-from stagewright.serving.instance import instance
+from stagewright.serving.instance import make_instance
 from stagewright.serving.kv_transfer import not_sent
 from stagewright.serving.metrics import RequestLimits, Slo
 from stagewright.serving.schedulers.named import BatchLimits, batch_limits, scheduler_of
 from stagewright.serving.search.bounds import LayoutBounds, ReadyLayout, layout_bounds
-from stagewright.serving.search.pairs import LayoutPair, pair_deployment, pairs_of, tried_counts
+from stagewright.serving.search.pairs import LayoutPair, counts_to_try, pair_deployment, pairs_of
 from stagewright.serving.search.simulated import (
     ServingLoad,
     SimulatedLoad,
@@ -48,7 +48,7 @@ class ServingTarget:
     share: float = 0.9
     """Share of requests that must keep the limits (SLO attainment of DistServe, arXiv 2401.09670,
     which takes 90%)."""
-    most_gpus: int
+    max_gpus: int
     pairs: int = 4
     """Pairs of layouts for prompts and for decode that are simulated, the most promising ones."""
     by_cost: bool = False
@@ -82,7 +82,7 @@ class ServingChoice(NamedTuple):
     @property
     def kind(self) -> tuple[int, int | None, EngineSection]:
         """Layouts and settings of engines, whatever the number of instances."""
-        return self.layout, self.prompts, replace(self.deployment.groups[-1].engines, instances=1)
+        return self.layout, self.prompts, replace(self.deployment.groups[-1].settings, instances=1)
 
 
 class SmallerDeployment(NamedTuple):
@@ -107,15 +107,16 @@ class ServingRanking:
     """Choices that keep the limits and that no other one dominates, the cheapest first: none has
     no more GPUs (or cost, or throughput per GPU) and faster tokens."""
     disaggregated: Sequence[int]
-    """The same of choices with instances for prompts and for decode."""
+    """Choices with instances for prompts and for decode, as `aggregated`."""
     ties: Sequence[int]
     """Choices as cheap as the first, of other layouts, which have slower tokens."""
     smaller: Mapping[int, SmallerDeployment]
-    """The first of each table, by choice, with an instance less; none of single instances."""
+    """Deployments with an instance less than the first of each table, by choice; none of one
+    instance."""
     dropped: Sequence[ServingChoice]
-    """Former winners, which did not keep the limits for `CONFIRMATION` times as many requests."""
+    """First choices that missed the limits under `CONFIRMATION` times as many requests."""
     confirmed: Mapping[int, SimulatedLoad]
-    """The first of each table, by choice, under `CONFIRMATION` times as many requests."""
+    """Loads of `CONFIRMATION` times as many requests on the first of each table, by choice."""
     removed: Sequence[Removed]
     """Layouts that no number of instances can serve with, by reason."""
     candidates: int
@@ -123,7 +124,7 @@ class ServingRanking:
     stopped: bool = False
     """Interrupted by the user."""
     closest: ServingChoice | None = None
-    """If no choice keeps the limits: the choice that comes closest, simulated to the end."""
+    """Choice that comes closest if none keeps the limits, simulated to the end."""
 
     @property
     def best(self) -> list[int]:
@@ -135,8 +136,8 @@ class ServingRanking:
 
     def cost(self, choice: int) -> tuple[float, float, int]:
         """Sort key of a choice: its objective, then the slowness of its tokens; less is better."""
-        of = self.choices[choice]
-        return (*_cost(of, self.closed, self.target.by_cost), choice)
+        cost = _cost(self.choices[choice], self.closed, self.target.by_cost)
+        return (*cost, choice)
 
 
 def _cost(choice: ServingChoice, closed: bool, by_cost: bool) -> tuple[float, float]:
@@ -156,10 +157,10 @@ class _LayoutSearch:
     loads: list[ServingLoad]
     closed: bool
     loosest: Slo
-    """Limits that no request may exceed, of whichever class: what bounds are of."""
+    """Limits that no request of any class may exceed; `bounds` are computed from these."""
     choices: list[ServingChoice] = field(default_factory=list[ServingChoice])
     confirmed: dict[int, SimulatedLoad] = field(default_factory=dict[int, SimulatedLoad])
-    """Winners, by choice, and what came of serving more requests."""
+    """Loads of more requests on the winners, by choice."""
     dropped: list[ServingChoice] = field(default_factory=list[ServingChoice])
     refused: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
@@ -173,32 +174,30 @@ class _LayoutSearch:
         limits: BatchLimits = batch_limits(engines, machine.hardware)
         try:
             execution, share = rows.execution(row), engines.gpu_memory_utilization
-            served = instance(
-                run, rows.model, machine, execution, most_tokens=limits.tokens,
-                most_requests=limits.requests, gpu_memory_utilization=share,
+            served = make_instance(
+                run, rows.model, machine, execution, max_tokens=limits.tokens,
+                max_requests=limits.requests, gpu_memory_utilization=share,
                 drafter=drafter_of(engines, run, rows.model),
             )  # fmt: skip
         except UserError as error:
             self.refuse(FITS if "leave no room" in str(error) else MODELED, str(error))
             return None
-        ahead = engines.async_scheduling and run.pp == 1
-        scheduler = scheduler_of(replace(engines, async_scheduling=ahead), limits)
-        return InstanceGroup(served, engines, limits, scheduler)
+        return InstanceGroup(served, engines, limits, scheduler_of(engines, limits, run.pp))
 
-    def prepared(self, row: int, engines: EngineSection) -> Iterator[ReadyLayout]:
+    def prepare(self, row: int, engines: EngineSection) -> Iterator[ReadyLayout]:
         """Layout with its step times."""
         group = self.group(row, engines)
         if group is not None:
             bounds = layout_bounds(group, self.loads[0].totals, self.loosest)
             yield ReadyLayout(row, group, bounds)
 
-    def able(self, layout: ReadyLayout) -> bool:
-        """True if some number of instances may serve the load."""
+    def may_serve(self, layout: ReadyLayout) -> bool:
+        """True if some number of instances may serve the load; otherwise notes why not."""
         name, gpus = self.rows.describe(layout.row), layout.group.gpus
-        if layout.bounds.why:
-            self.refuse(KEEPS, f"{name}: {layout.bounds.why}")
-        elif layout.bounds.fewest * gpus > self.target.most_gpus:
-            self.refuse(ENOUGH, f"{name} needs {layout.bounds.fewest * gpus} GPUs or more")
+        if layout.bounds.reason:
+            self.refuse(KEEPS, f"{name}: {layout.bounds.reason}")
+        elif layout.bounds.min_instances * gpus > self.target.max_gpus:
+            self.refuse(ENOUGH, f"{name} needs {layout.bounds.min_instances * gpus} GPUs or more")
         else:
             return True
         return False
@@ -210,15 +209,15 @@ class _LayoutSearch:
                 return
 
     def search_fewest(self, layout: ReadyLayout) -> None:
-        """The fewest instances that keep the limits, between the bound and the most."""
+        """Find the fewest instances that keep the limits, from the lower bound to all GPUs."""
         gpus = layout.group.gpus
         name = self.rows.describe(layout.row)
         if self._beaten(layout):
-            self.refuse(BEATEN, f"{name} needs {layout.bounds.fewest * gpus} GPUs or more")
+            self.refuse(BEATEN, f"{name} needs {layout.bounds.min_instances * gpus} GPUs or more")
             return
-        limit = self.target.most_gpus // gpus
+        limit = self.target.max_gpus // gpus
         met = False
-        for attempt in _tried(layout.bounds, limit):
+        for attempt in _attempts(layout.bounds, limit):
             deployment = Deployment((with_instances(layout.group, attempt.count),))
             attempt.meets = self._add(layout.row, deployment).meets
             met |= attempt.meets
@@ -232,14 +231,14 @@ class _LayoutSearch:
         the fewest GPUs that serve already.
         """
         target, load = self.target, self.loads[0]
-        pairs = pairs_of(ready, load.totals, self.loosest, target.most_gpus)
+        pairs = pairs_of(ready, load.totals, self.loosest, target.max_gpus)
         for pair in pairs[: target.pairs]:
-            prefill_gpus, decode_gpus = (of.group.gpus for of in pair.layouts)
+            prefill_gpus, decode_gpus = (layout.group.gpus for layout in pair.layouts)
             gpus = [each.simulated.gpus for each in self.choices if each.simulated.meets]
-            limit = target.most_gpus
+            limit = target.max_gpus
             if gpus and not target.by_cost:
                 limit = min(limit, min(gpus) + prefill_gpus + decode_gpus)
-            for attempt in tried_counts(pair, limit):
+            for attempt in counts_to_try(pair, limit):
                 deployment = pair_deployment(pair, attempt.prompts, attempt.decode)
                 simulated = self._add(pair.decode.row, deployment, pair=pair)
                 attempt.meets = simulated.meets
@@ -277,7 +276,7 @@ class _LayoutSearch:
             self.choices[winner] = choice = choice._replace(simulated=simulated)
             self.dropped.append(choice)
             larger = self._neighbour(choice, 1)
-            if larger is None or larger.gpus > self.target.most_gpus:
+            if larger is None or larger.gpus > self.target.max_gpus:
                 continue
             alike = [other.deployment for other in self.choices if other.kind == choice.kind]
             if counts_of(larger) not in map(counts_of, alike):
@@ -320,14 +319,14 @@ class _LayoutSearch:
         One more is of the kind whose limit binds.
         """
         groups = [*choice.deployment.groups]
-        able = [n for n, group in enumerate(groups) if group.engines.instances + change >= 1]
+        able = [n for n, group in enumerate(groups) if group.settings.instances + change >= 1]
         if not able:
             return None
         if change > 0 and len(groups) > 1:
             place = 1 if choice.simulated.binding == "TPOT" else 0
         else:
             place = max(able, key=lambda n: groups[n].instance.gpus)
-        count = groups[place].engines.instances + change
+        count = groups[place].settings.instances + change
         groups[place] = with_instances(groups[place], count)
         return replace(choice.deployment, groups=tuple(groups))
 
@@ -336,9 +335,9 @@ class _LayoutSearch:
 
         It has no more GPUs, no higher price and faster tokens.
         """
-        gpus = layout.bounds.fewest * layout.group.gpus
+        gpus = layout.bounds.min_instances * layout.group.gpus
         usd = self._price(layout.row) * gpus
-        fastest = 1 / layout.bounds.least_tpot
+        fastest = 1 / layout.bounds.min_tpot
         return any(
             choice.simulated.meets
             and choice.simulated.gpus <= gpus
@@ -366,7 +365,8 @@ class _LayoutSearch:
         )
         rows = [row] if pair is None else [pair.prompts.row, row]
         usd = sum(
-            self._price(of) * group.gpus for of, group in zip(rows, deployment.groups, strict=True)
+            self._price(row) * group.gpus
+            for row, group in zip(rows, deployment.groups, strict=True)
         )
         prompts = None if pair is None else pair.prompts.row
         self.choices.append(ServingChoice(row, deployment, simulated, usd, prompts, pair))
@@ -375,12 +375,12 @@ class _LayoutSearch:
 
 def counts_of(deployment: Deployment) -> tuple[int, ...]:
     """Instances of each group, those that compute prompts first."""
-    return tuple(group.engines.instances for group in deployment.groups)
+    return tuple(group.settings.instances for group in deployment.groups)
 
 
 def with_instances(group: InstanceGroup, count: int) -> InstanceGroup:
     """The group with another number of instances."""
-    return replace(group, engines=replace(group.engines, instances=count))
+    return replace(group, settings=replace(group.settings, instances=count))
 
 
 def search_serving(
@@ -403,14 +403,14 @@ def search_serving(
     try:
         ready: list[ReadyLayout] = []
         for row in range(len(rows)):
-            count = target.most_gpus // int(rows.world_size[row])
+            count = target.max_gpus // int(rows.world_size[row])
             candidates += (len(loads) if closed else count) * len(engines)
             for each in engines:
-                ready += search.prepared(row, each)
+                ready += search.prepare(row, each)
             if progress is not None:
                 progress(row + 1, 2 * len(rows))
         able = sorted(
-            filter(search.able, ready), key=lambda each: each.bounds.guess * each.group.gpus
+            filter(search.may_serve, ready), key=lambda each: each.bounds.guess * each.group.gpus
         )
         for index, each in enumerate(able):
             if closed:
@@ -436,10 +436,10 @@ def search_serving(
         search.front(disaggregated=True), (), {}, search.dropped, search.confirmed, removed,
         candidates, stopped,
     )  # fmt: skip
-    return _explained(ranking, search)
+    return _explain(ranking, search)
 
 
-def _explained(ranking: ServingRanking, search: _LayoutSearch) -> ServingRanking:
+def _explain(ranking: ServingRanking, search: _LayoutSearch) -> ServingRanking:
     """The ranking with ties of the winner and deployments of an instance less, or the closest."""
     if not ranking.best:
         try:
@@ -469,24 +469,26 @@ def _explained(ranking: ServingRanking, search: _LayoutSearch) -> ServingRanking
 
 
 @dataclass(slots=True)
-class _Try:
+class _Attempt:
     """Number of instances, and whether it keeps the limits."""
 
     count: int
     meets: bool = False
 
 
-def _tried(bounds: LayoutBounds, limit: int) -> Iterator[_Try]:
+def _attempts(bounds: LayoutBounds, limit: int) -> Iterator[_Attempt]:
     """Numbers of instances to simulate until the fewest are known; begins with the guess."""
-    low, high, step = bounds.fewest - 1, limit + 1, 1
+    low, high, step = bounds.min_instances - 1, limit + 1, 1
     count = min(bounds.guess, limit)
     failed = 0
     while high - low > 1:
-        attempt = _Try(count)
+        attempt = _Attempt(count)
         yield attempt
         if attempt.meets:
             high = count
-            count = max(low + 1, high - step) if low == bounds.fewest - 1 else (low + high) // 2
+            count = (
+                max(low + 1, high - step) if low == bounds.min_instances - 1 else (low + high) // 2
+            )
             step *= 2
         else:
             low, failed = count, failed + 1

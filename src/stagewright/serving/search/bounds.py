@@ -46,12 +46,12 @@ class LoadTotals:
     @classmethod
     def of(cls, workload: Workload, share: float) -> Self:
         """Totals of a workload whose `share` must keep the limits."""
-        waits = workload.after is not None or workload.concurrency is not None
+        waits = workload.predecessor is not None or workload.concurrency is not None
         return cls(
             np.array(workload.prompt, dtype=np.int64),
             np.array(workload.output, dtype=np.int64),
             math.inf if waits else max(workload.arrival, default=0.0),
-            workload.chains is not None or workload.after is not None,
+            workload.chains is not None or workload.predecessor is not None,
             share,
             len(workload) + sum(workload.rejected.values()),
         )
@@ -80,8 +80,8 @@ class LoadTotals:
         """True if a request that must keep its limits has several output tokens."""
         return int((self.output > 1).sum()) > self.misses
 
-    def fewest(self, tokens: Int) -> float:
-        """The sum without the largest, which may miss."""
+    def sum_of_good(self, tokens: Int) -> float:
+        """Sum without the largest, of requests that may miss their limits."""
         kept = max(0, len(tokens) - max(self.misses, 0))
         return float(np.sort(tokens)[:kept].sum())
 
@@ -90,18 +90,18 @@ class LoadTotals:
 class LayoutBounds:
     """Bounds of a layout."""
 
-    least_tpot: float
+    min_tpot: float
     """Lower bound of the seconds between the tokens of a request."""
     per_token: float
     """Lower bound of the seconds of an engine for an output token."""
     per_prompt_token: float
     """Lower bound of the seconds of an engine for a token of a prompt."""
-    least_ttft: float
+    min_ttft: float
     """Seconds to the first token of the longest prompt that must keep its limit, alone."""
-    fewest: int
-    """Lower bound of the number of instances; 0: no number of them keeps the limits."""
-    why: str
-    """Why no number of instances does."""
+    min_instances: int
+    """Lower bound of the number of instances; 0: no number of instances keeps the limits."""
+    reason: str
+    """Reason why no number of instances keeps the limits; empty if some may."""
     guess: int
     """Instances that a steady state would need."""
 
@@ -117,16 +117,16 @@ class ReadyLayout(NamedTuple):
 
 
 def layout_bounds(group: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutBounds:
-    """The bounds of a layout, and a guess of how many instances the load needs."""
+    """Bounds of a layout, and a guess of how many instances the load needs."""
     times = group.instance.times.of_replica(group.host)
     block = group.instance.cache.block_size
     shortest, mean_prompt = int(load.prompt.min()), float(load.prompt.mean())
     # Requests that share blocks may be as many as a step may have.
-    room = group.limits.requests if load.shared else group.blocks * block // (shortest + 1)
+    room = group.limits.requests if load.shared else group.num_blocks * block // (shortest + 1)
     max_requests = max(1, min(group.limits.requests, room))
     requests = np.arange(1, max_requests + 1)
     replicas, drafts = group.instance.replicas, group.drafts
-    tokens_of_step = 1 if drafts is None else drafts.most
+    tokens_of_step = 1 if drafts is None else drafts.max_tokens
 
     def alone_seconds(seconds: float, tokens: int, requests: int) -> float:
         """Seconds of a step while all other replicas are idle."""
@@ -157,31 +157,32 @@ def layout_bounds(group: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutBou
     ]
     per_prompt_token = 0.0 if load.shared else min(prompts)
     longest = int(np.sort(load.prompt)[max(0, len(load.prompt) - 1 - max(load.misses, 0))])
-    least_ttft = 0.0
+    min_ttft = 0.0
     if not load.shared and longest <= group.limits.tokens:
         pairs = longest * (longest + 1) // 2
-        least_ttft = alone_seconds(times.step(longest, pairs, longest, 1), longest, 1)
-        least_ttft += group.host.before_prefill(longest)
-    least_tpot = float(decode.min()) / tokens_of_step
-    bounds = LayoutBounds(least_tpot, per_token, per_prompt_token, least_ttft, 0, "", 0)
-    why = _too_long(group, load) or _never(bounds, load, slo)
-    if why:
-        return replace(bounds, why=why)
+        min_ttft = alone_seconds(times.step(longest, pairs, longest, 1), longest, 1)
+        min_ttft += group.host.seconds_to_router(longest)
+    min_tpot = float(decode.min()) / tokens_of_step
+    bounds = LayoutBounds(min_tpot, per_token, per_prompt_token, min_ttft, 0, "", 0)
+    reason = _too_long(group, load) or _never(bounds, load, slo)
+    if reason:
+        return replace(bounds, reason=reason)
     busy = max(
-        load.fewest(np.maximum(load.output - 1, 0)) * per_token,
-        load.fewest(load.prompt) * per_prompt_token,
+        load.sum_of_good(np.maximum(load.output - 1, 0)) * per_token,
+        load.sum_of_good(load.prompt) * per_prompt_token,
     )
     room_in_time = load.span + _slack(load, slo)
-    fewest = max(1, math.ceil(busy / room_in_time / group.instance.replicas - 1e-9))
+    min_instances = max(1, math.ceil(busy / room_in_time / group.instance.replicas - 1e-9))
     guess = _guess(group, load, slo, requests, mean_prompt)
-    return replace(bounds, fewest=fewest, guess=max(fewest, guess))
+    return replace(bounds, min_instances=min_instances, guess=max(min_instances, guess))
 
 
 def _too_long(group: InstanceGroup, load: LoadTotals) -> str:
     """Reason why instances cannot serve enough requests; empty if they can."""
-    room = group.max_model_len - load.prompt
-    most = load.prompt + np.minimum(load.output, room) - 1
-    fits = (room > 0) & (load.prompt <= group.max_prompt) & (most <= group.room)
+    max_output = group.max_model_len - load.prompt
+    tokens = load.prompt + np.minimum(load.output, max_output) - 1
+    fits = (max_output > 0) & (load.prompt <= group.max_prompt)
+    fits &= tokens <= group.max_request_tokens
     lost = int((~fits).sum())
     if lost <= load.may_miss(len(load.prompt), measured=False):
         return ""
@@ -189,10 +190,10 @@ def _too_long(group: InstanceGroup, load: LoadTotals) -> str:
 
 
 def _never(bounds: LayoutBounds, load: LoadTotals, slo: Slo) -> str:
-    """Why no number of instances keeps the limits; empty: some may."""
-    if slo.tpot is not None and bounds.least_tpot > slo.tpot and load.decodes:
+    """Reason why no number of instances keeps the limits; empty if some may."""
+    if slo.tpot is not None and bounds.min_tpot > slo.tpot and load.decodes:
         return "a step of decode alone takes longer than --tpot"
-    if slo.ttft is not None and bounds.least_ttft > slo.ttft:
+    if slo.ttft is not None and bounds.min_ttft > slo.ttft:
         return "a prompt alone takes longer than --ttft"
     return ""
 
@@ -218,7 +219,7 @@ def _guess(group: InstanceGroup, load: LoadTotals, slo: Slo, requests: Int, prom
     length = 1.0 if drafts is None else drafts.length
     context = int(prompt + output / 2)
     counts = np.unique(np.geomspace(1, len(requests), 40).astype(int))
-    counts = counts[counts * context <= group.blocks * group.instance.cache.block_size]
+    counts = counts[counts * context <= group.num_blocks * group.instance.cache.block_size]
     if not len(counts):
         counts = np.array([1])
     tokens = min(group.limits.tokens, max(1, int(prompt)))

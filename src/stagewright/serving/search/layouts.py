@@ -23,10 +23,10 @@ from stagewright.searching.request import SearchRequest, search_request
 from stagewright.searching.space import Space
 from stagewright.time.hardware import Hardware, resolve
 
-MOST_GPUS = 256
+MAX_GPUS = 256
 """GPUs of all instances by default."""
 NODES = 4
-"""Nodes of an instance at most, where a quarter of one does not hold the weights."""
+"""Largest number of nodes of an instance whose weights exceed a quarter of a node's memory."""
 PIPELINES = {False: (1, 2, 4), True: (1,)}
 """Degrees of pipelines by default: of a dense model, and of one with experts."""
 
@@ -36,48 +36,50 @@ def layouts(
     path: str | Path | None = None,
     *,
     hardware: Sequence[str | Hardware],
-    most_gpus: int = MOST_GPUS,
+    max_gpus: int = MAX_GPUS,
     vary: Mapping[str, Any] | None = None,
     config: ModelConfig | None = None,
 ) -> SearchRequest:
-    """The space of the layouts of one instance; any setting of a run may be a list, as in a search.
+    """Space of the layouts of one instance; any setting of a run may be a list, as in a search.
 
     Raises UserError for settings of one step, which the requests over time decide.
     """
     given = {name: value for name, value in settings.items() if value is not None}
     for name in sorted(given.keys() & OF_ONE_STEP - {"mode"}):
         raise UserError(f"{name} is of one step; requests over time are --requests or --rate")
-    systems = [of if isinstance(of, Hardware) else resolve(str(of)) for of in hardware]
+    systems = [
+        system if isinstance(system, Hardware) else resolve(str(system)) for system in hardware
+    ]
     if not systems:
         raise UserError("Missing option '--hardware'; see `stagewright hardware` for names.")
     model = config or model_of(str(given.get("model", "")), str(given.get("as_family") or ""))
     experts = model.num_experts > 0
-    most = min(most_gpus, max(_sizes(model, of) for of in systems))
-    domain = max(of.scale_up.gpus for of in systems)
+    max_size = min(max_gpus, max(_max_size(model, system) for system in systems))
+    domain = max(system.scale_up.gpus for system in systems)
     degrees = {
-        "tp": _doubling(min(domain, most)),
+        "tp": _powers_of_two(min(domain, max_size)),
         "pp": PIPELINES[experts],
-        "dp": _doubling(most) if experts else (1,),
+        "dp": _powers_of_two(max_size) if experts else (1,),
     }
     named = {n: values_of(int, given[n], n) for n in degrees if n in given}
     if named.keys() == degrees.keys():
-        most = most_gpus
+        max_size = max_gpus
     lists: dict[str, Sequence[Any]] = {**degrees, **named}
-    sizes = sorted({t * p * d for t, p, d in product(*lists.values()) if t * p * d <= most})
+    sizes = sorted({t * p * d for t, p, d in product(*lists.values()) if t * p * d <= max_size})
     if not sizes:
-        raise UserError(f"no layout of those asked for has at most {most_gpus} GPUs; raise --gpus")
-    given |= {name: ",".join(map(str, of)) for name, of in lists.items()}
-    of = search_request(
+        raise UserError(f"no layout of those asked for has at most {max_gpus} GPUs; raise --gpus")
+    given |= {name: ",".join(map(str, values)) for name, values in lists.items()}
+    request = search_request(
         given | {"mode": "decode"}, path, hardware=systems, gpus=sizes, vary=vary, model=config
     )
     if not experts or {"ep", "etp"} & given.keys():
-        return of
+        return request
     constraint = Constraint(
         "by default experts are split over all ranks, or within tp",
         ("tp", "dp", "ep", "etp"),
         _check_experts,
     )
-    space = of.space
+    space = request.space
     return SearchRequest(
         Space(
             space.base,
@@ -86,20 +88,22 @@ def layouts(
             space.axes,
             (*space.extra_constraints, constraint),
         ),
-        of.notes,
+        request.notes,
     )
 
 
-def _sizes(model: ModelConfig, hardware: Hardware) -> int:
-    """The most GPUs of an instance by default: one node, or `NODES` where the weights in bf16 take
-    more than a quarter of a node's memory."""
+def _max_size(model: ModelConfig, hardware: Hardware) -> int:
+    """Largest number of GPUs of an instance by default.
+
+    One node, or `NODES` where the weights in bf16 take more than a quarter of a node's memory.
+    """
     node = hardware.gpus_per_node
-    held = 2 * parameters(model)[0]  # in bf16
-    return node if 4 * held <= node * hardware.memory else NODES * node
+    weights = 2 * parameters(model)[0]  # bytes in bf16
+    return node if 4 * weights <= node * hardware.memory else NODES * node
 
 
-def _doubling(most: int) -> tuple[int, ...]:
-    return tuple(1 << n for n in range(most.bit_length()))
+def _powers_of_two(limit: int) -> tuple[int, ...]:
+    return tuple(1 << n for n in range(limit.bit_length()))
 
 
 def _check_experts(rows: Candidates, row: int) -> None:

@@ -20,7 +20,7 @@ BUSY = 0.8
 """Share of time that a prefill instance computes, in the guess of their number."""
 PAIR_ROLES: tuple[Role, Role] = ("prefill", "decode")
 MAX_SIMULATIONS = 10
-"""Simulations of one pair of layouts at most."""
+"""Largest number of simulations of a pair of layouts."""
 
 
 class LayoutPair(NamedTuple):
@@ -39,51 +39,52 @@ class LayoutPair(NamedTuple):
     def gpus(self) -> int:
         """GPUs of the guess."""
         return sum(
-            count * of.group.gpus for count, of in zip(self.counts, self.layouts, strict=True)
+            count * layout.group.gpus
+            for count, layout in zip(self.counts, self.layouts, strict=True)
         )
 
 
 def pairs_of(
-    ready: Sequence[ReadyLayout], load: LoadTotals, slo: Slo, most_gpus: int
+    ready: Sequence[ReadyLayout], load: LoadTotals, slo: Slo, max_gpus: int
 ) -> list[LayoutPair]:
     """Pairs that may keep the limits, those whose guess has the fewest GPUs first.
 
-    A guess is no bound: one with too many GPUs is reduced to `most_gpus`.
+    A guess is no bound: one with too many GPUs is reduced to `max_gpus`.
     """
     rate = len(load.prompt) / load.span if load.span else math.inf
     if not 0 < rate < math.inf:
         return []
     first = [
-        (of, count)
-        for of in ready
-        if slo.ttft is None or of.bounds.least_ttft <= slo.ttft
-        for count in [_for_prompts(of.group, load, rate)]
+        (layout, count)
+        for layout in ready
+        if slo.ttft is None or layout.bounds.min_ttft <= slo.ttft
+        for count in [_for_prompts(layout.group, load, rate)]
     ]
     last = [
-        (of, count)
-        for of in ready
-        if slo.tpot is None or of.bounds.least_tpot <= slo.tpot or not load.decodes
-        if not isinstance(of.group.scheduler, Static)
-        for count in [_for_decode(of.group, load, rate, slo)]
+        (layout, count)
+        for layout in ready
+        if slo.tpot is None or layout.bounds.min_tpot <= slo.tpot or not load.decodes
+        if not isinstance(layout.group.scheduler, Static)
+        for count in [_for_decode(layout.group, load, rate, slo)]
     ]
     pairs = [
         LayoutPair(one, two, (p, d))
         for (one, p), (two, d) in product(first, last)
-        if one.group.engines == two.group.engines
+        if one.group.settings == two.group.settings
         and one.group.instance.run.kv_cache_dtype == two.group.instance.run.kv_cache_dtype
     ]
     pairs.sort(key=lambda pair: pair.gpus)
-    return [fitting for pair in pairs for fitting in _within(pair, most_gpus)]
+    return [fitting for pair in pairs for fitting in _within(pair, max_gpus)]
 
 
-def _within(pair: LayoutPair, most_gpus: int) -> Iterator[LayoutPair]:
-    """The pair with no more instances than there are GPUs; nothing if one of each is too much."""
+def _within(pair: LayoutPair, max_gpus: int) -> Iterator[LayoutPair]:
+    """Reduce the instances of a pair to the GPUs; yield nothing if one of each is too much."""
     first, last = (each.group.gpus for each in pair.layouts)
-    if first + last > most_gpus:
+    if first + last > max_gpus:
         return
-    share = min(1.0, most_gpus / pair.gpus)
-    prompts = max(1, min(int(pair.counts[0] * share), (most_gpus - last) // first))
-    decode = max(1, min(int(pair.counts[1] * share), (most_gpus - prompts * first) // last))
+    share = min(1.0, max_gpus / pair.gpus)
+    prompts = max(1, min(int(pair.counts[0] * share), (max_gpus - last) // first))
+    decode = max(1, min(int(pair.counts[1] * share), (max_gpus - prompts * first) // last))
     yield pair if share == 1.0 else pair._replace(counts=(prompts, decode))
 
 
@@ -102,7 +103,7 @@ def _for_decode(group: InstanceGroup, load: LoadTotals, rate: float, slo: Slo) -
     times = group.instance.times.with_host(group.host)
     output = float(load.output.mean())
     context = int(load.prompt.mean() + output / 2)
-    room = max(1, group.blocks * group.instance.cache.block_size // context)
+    room = max(1, group.num_blocks * group.instance.cache.block_size // context)
     limit = max(1, min(group.limits.requests, room))
     counts = np.unique(np.geomspace(1, limit, 40).astype(int))
     length = 1.0 if group.drafts is None else group.drafts.length
@@ -115,8 +116,8 @@ def _for_decode(group: InstanceGroup, load: LoadTotals, rate: float, slo: Slo) -
 
 
 @dataclass(slots=True)
-class CountTry:
-    """Numbers of instances, and what came of them."""
+class CountAttempt:
+    """Numbers of instances, and whether they keep the limits."""
 
     prompts: int
     decode: int
@@ -125,13 +126,13 @@ class CountTry:
     """At least as many requests missed the TTFT limit as the TPOT limit."""
 
 
-def tried_counts(pair: LayoutPair, most_gpus: int) -> Iterator[CountTry]:
+def counts_to_try(pair: LayoutPair, max_gpus: int) -> Iterator[CountAttempt]:
     """Numbers of instances to simulate: more until the limits are kept, then fewer."""
     prompts, decode = pair.counts
     first, last = (each.group.gpus for each in pair.layouts)
     simulations = 0
-    while simulations < MAX_SIMULATIONS and prompts * first + decode * last <= most_gpus:
-        attempt = CountTry(prompts, decode)
+    while simulations < MAX_SIMULATIONS and prompts * first + decode * last <= max_gpus:
+        attempt = CountAttempt(prompts, decode)
         yield attempt
         simulations += 1
         if attempt.meets:
@@ -149,7 +150,7 @@ def tried_counts(pair: LayoutPair, most_gpus: int) -> Iterator[CountTry]:
         if min(fewer) < 1:
             open_sides.remove(side)
             continue
-        attempt = CountTry(*fewer)
+        attempt = CountAttempt(*fewer)
         yield attempt
         simulations += 1
         if attempt.meets:
@@ -161,7 +162,7 @@ def tried_counts(pair: LayoutPair, most_gpus: int) -> Iterator[CountTry]:
 def pair_deployment(pair: LayoutPair, prompts: int, decode: int) -> Deployment:
     """Deployment of a pair of layouts with some numbers of instances."""
     groups = (
-        replace(of.group, role=role, engines=replace(of.group.engines, instances=count))
-        for of, role, count in zip(pair.layouts, PAIR_ROLES, (prompts, decode), strict=True)
+        replace(layout.group, role=role, settings=replace(layout.group.settings, instances=count))
+        for layout, role, count in zip(pair.layouts, PAIR_ROLES, (prompts, decode), strict=True)
     )
     return Deployment(tuple(groups))

@@ -1,4 +1,4 @@
-"""Simulation of a load on a deployment, long enough to tell, until its limits are surely missed."""
+"""Simulation of a load on a deployment, as long as it takes to tell if the limits are kept."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from stagewright.serving.metrics import (
     Slo,
 )
 from stagewright.serving.search.bounds import LoadTotals
-from stagewright.serving.steadiness import arrivals_measured
+from stagewright.serving.steadiness import arrival_window
 from stagewright.serving.workload import Records, Workload
 
 SPAN = 10.0
-"""Mean times of a request for which requests arrive at least; the warm-up then takes two."""
-MOST_REQUESTS = 100_000
-"""Requests to which a load is made longer."""
+"""Mean times of a request for which requests must arrive; the warm-up then takes two."""
+MAX_REQUESTS = 100_000
+"""Largest number of requests of a load that is made longer."""
 
 
 class ServingLoad(NamedTuple):
-    """Requests to serve, and how to have more of them."""
+    """Requests to serve, and a function that draws more of them."""
 
     workload: Workload
     totals: LoadTotals
     drawn: int = 0
-    """Requests, or sessions, that were drawn."""
+    """Number of requests, or sessions, that were drawn."""
     draw: Callable[[int], Workload] | None = None
-    """Draws so many, of which the first are the same; None: there are no others."""
+    """Function of a number that draws as many, the first ones equal; None: there are no others."""
 
     def longer(self, factor: float) -> ServingLoad:
-        """The load with so many times as many requests."""
+        """Draw `factor` times as many requests."""
         if self.draw is None:
             return self
         count = max(self.drawn, math.ceil(self.drawn * factor))
@@ -52,7 +52,7 @@ class SimulatedLoad:
     """Metrics of a deployment under a load."""
 
     summary: ServingSummary
-    """Of a simulation that was stopped: of what was known until then."""
+    """Summary of the simulation, up to its end where it was `stopped`."""
     good: float
     """Share of requests that keep the limits; at most this share where `stopped`."""
     stopped: bool
@@ -62,7 +62,7 @@ class SimulatedLoad:
     binding: str
     """The limit that most requests missed: TTFT, TPOT or E2E; empty if none was missed."""
     too_short: float
-    """Factor of the number of requests needed to tell; at most 1: these suffice."""
+    """Factor by which more requests are needed to tell; at most 1: these suffice."""
     concurrency: int | None
     """Users of a closed loop."""
 
@@ -93,7 +93,7 @@ class _Missed:
 
     slo: Slo
     totals: LoadTotals
-    known: MissedLimits | None = field(default=None, init=False)
+    missed_limits: MissedLimits | None = field(default=None, init=False)
     """Limits that were missed when the simulation ended; None: it went on to its end."""
     share: float = field(default=1.0, init=False)
     """Share of requests that may still keep the limits."""
@@ -101,7 +101,7 @@ class _Missed:
     def __call__(self, work: Workload, records: Records, at: float) -> bool:
         """True if too many requests have missed, of the window and of all."""
         arrival = np.frombuffer(records.arrival)
-        window = arrivals_measured(arrival[np.isfinite(arrival)], len(work))
+        window = arrival_window(arrival[np.isfinite(arrival)], len(work))
         if window is None:
             return False
         times = RequestTimes.at_least(work, records, at)
@@ -111,7 +111,7 @@ class _Missed:
         whole = self.totals.may_miss(len(work), measured=False)
         if int(lost.sum()) <= whole or int(inside.sum()) <= self.totals.may_miss(len(work)):
             return False
-        self.known, self.share = missed, 1 - float(lost.sum()) / len(work)
+        self.missed_limits, self.share = missed, 1 - float(lost.sum()) / len(work)
         return True
 
 
@@ -124,7 +124,7 @@ def simulate_load(deployment: Deployment, load: ServingLoad, slo: Slo) -> Simula
     outcome, accepted = deployment.run(load.workload, stop_early=missed)
     if outcome.stopped:
         raise KeyboardInterrupt
-    summary = deployment.summarized(outcome, accepted, slo).summary
+    summary = deployment.summarize(outcome, accepted, slo).summary
     e2e, arrival = RequestTimes.of(outcome).e2e, np.frombuffer(outcome.records.arrival)
     longest = float(load.totals.longest_good(slo))
     wanted = SPAN * min(float(e2e.mean()) if len(e2e) else longest, longest)
@@ -132,7 +132,7 @@ def simulate_load(deployment: Deployment, load: ServingLoad, slo: Slo) -> Simula
     span = load.totals.span
     if math.isinf(span):  # requests wait for others; of a stopped run, as it would have gone on
         span = float(arrived.max() - arrived.min()) * len(arrival) / len(arrived)
-    stopped = missed.known is not None
+    stopped = missed.missed_limits is not None
     return SimulatedLoad(
         summary,
         missed.share if stopped else summary.good,
@@ -140,7 +140,7 @@ def simulate_load(deployment: Deployment, load: ServingLoad, slo: Slo) -> Simula
         not stopped
         and summary.good >= load.totals.share - 1e-9
         and not summary.steadiness.overloaded,
-        summary.binding if missed.known is None else missed.known.binding,
+        summary.binding if missed.missed_limits is None else missed.missed_limits.binding,
         wanted / span if span else math.inf,
         load.workload.concurrency,
     )
@@ -152,8 +152,8 @@ def simulate_long_enough(
     """Simulate a load, longer if it takes more requests to tell; returns what was served, too."""
     while True:
         simulated = simulate_load(deployment, load, slo)
-        most = MOST_REQUESTS / max(1, len(load.workload))
-        factor = min(simulated.too_short, most)
+        max_factor = MAX_REQUESTS / max(1, len(load.workload))
+        factor = min(simulated.too_short, max_factor)
         if load.draw is None or factor <= 1:
             return simulated, load
         try:

@@ -1,4 +1,4 @@
-"""Seconds of the rows of a serving step, for many batches at once.
+"""Durations of the tasks of a serving step (kernels, collectives, messages), for many batches.
 
 A batch enters a step by a few sums over its requests (`run.lengths`). The FLOPs, bytes and extents
 of a kernel are linear in these, except for experts, where they are a smooth function of the number
@@ -111,7 +111,7 @@ def _tokens_lowered(max_tokens: int) -> list[int]:
 
 
 class RankRows(NamedTuple):
-    """Rows of a pipeline rank, and their numbers as functions of a batch."""
+    """Tasks of a pipeline rank, and their FLOPs, bytes and extents as functions of a batch."""
 
     tasks: Tasks
     block: Int
@@ -123,7 +123,7 @@ class RankRows(NamedTuple):
 
 
 class StepRows:
-    """Rows of a step of inference on a machine, timed for batches as arrays."""
+    """Tasks (rows) of a step of inference on a machine, timed for batches as arrays."""
 
     def __init__(
         self,
@@ -135,7 +135,8 @@ class StepRows:
     ) -> None:
         """Time the step of a resolved run for up to `max_tokens`.
 
-        `machine` is without a serving engine. Raises UserError for steps that have no table.
+        `machine` does not yet reflect the serving engine, vLLM or another program
+        (`time.engines.served_machine`). Raises UserError for steps that have no table.
         """
         _refuse_unknown(run, model, execution)
         self.step, self.execution = _serving_step(run, model), execution
@@ -157,7 +158,7 @@ class StepRows:
         self.ranks = self._rank_rows(last)
         ones = np.ones_like(self.grid)
         batches = self.sizes(self.grid, ones, self.grid, self.keys_timed, self.keys_timed)
-        self._timed = _repeated(
+        self._timed = _repeat(
             self.program, [self._numbers_at(rows, batches) for rows in self.ranks]
         )
         self._isolated = self._isolated_seconds(self._timed, len(self.grid))
@@ -190,9 +191,11 @@ class StepRows:
         return sizes
 
     def _batch(self, tokens: int, routed: int | None = None) -> dict[str, int]:
-        """Sizes of one batch to lower; `routed`: tokens of all replicas."""
-        sums = np.array([[tokens], [8], [8], [1 << 16], [1 << 12]])
-        sizes = {name: int(column[0]) for name, column in self.sizes(*sums).items()}
+        """Sizes of a batch to lower; `routed`: tokens of all replicas."""
+        # Lowered batches differ in tokens alone; `RankRows.slopes` are for the other sums.
+        sums = {"tokens": tokens, "requests": 8, "logits": 8, "pairs": 1 << 16, "keys": 1 << 12}
+        columns = self.sizes(**{name: np.array([number]) for name, number in sums.items()})
+        sizes = {name: int(column[0]) for name, column in columns.items()}
         if self.step.model.num_experts:
             sizes["routed"] = tokens * self.step.run.dp if routed is None else routed
         return sizes
@@ -299,11 +302,14 @@ class StepRows:
         seconds = task_seconds(program, self.machine, routed=self._routed)
         return [column.reshape(batches, -1).T for column in seconds]
 
-    def _in_engine(self, program: Program, isolated: Sequence[Float]) -> list[Float]:
+    def _seconds_in_engine(self, program: Program, isolated: Sequence[Float]) -> list[Float]:
+        """Seconds of tasks as the serving engine (vLLM, ...) runs them, from those alone."""
         step, hardware = self.step, self.machine.hardware
-        engine = self.execution.serving_engine
+        serving_engine = self.execution.serving_engine
         return [
-            engine_seconds(rank.tasks, seconds.T.ravel(), step.run, step.model, engine, hardware)
+            engine_seconds(
+                rank.tasks, seconds.T.ravel(), step.run, step.model, serving_engine, hardware
+            )
             .reshape(-1, len(seconds))
             .T
             for rank, seconds in zip(program.classes, isolated, strict=True)
@@ -311,15 +317,15 @@ class StepRows:
 
     def seconds(self) -> list[Float]:
         """Seconds of rows by rank with each batch of the grid: [rows, batches]."""
-        return self._in_engine(self._timed, self._isolated)
+        return self._seconds_in_engine(self._timed, self._isolated)
 
     def seconds_with_routed(self, tokens: Int) -> list[Float]:
         """Seconds of batches of one token whose experts get `tokens` of each replica."""
         batches = [self._batch(1, n * self.step.run.dp) for n in tokens.tolist()]
         numbers = self._kernels_of(tokens, batches)
         ranks = [self._of_rank(rank, numbers) for rank in self.program.classes]
-        program = _repeated(self.program, ranks)
-        return self._in_engine(program, self._isolated_seconds(program, len(tokens)))
+        program = _repeat(self.program, ranks)
+        return self._seconds_in_engine(program, self._isolated_seconds(program, len(tokens)))
 
     def kernel_seconds(self, rank: int, row: int, batches: Sizes) -> Float:
         """Seconds of one isolated kernel with many batches."""
@@ -389,16 +395,16 @@ def _messages(tasks: Tasks) -> Bool:
 # ---- one program of many batches -----------------------------------------------------------------
 
 
-def _repeated(program: Program, numbers: Sequence[Float]) -> Program:
+def _repeat(program: Program, numbers: Sequence[Float]) -> Program:
     """Repeat a program for many batches, each a microbatch."""
     classes = [
-        replace(rank, work=rank.work.with_tasks(_repeated_tasks(rank.tasks, of_rank)))
+        replace(rank, work=rank.work.with_tasks(_repeat_tasks(rank.tasks, of_rank)))
         for rank, of_rank in zip(program.classes, numbers, strict=True)
     ]
     return replace(program, classes=tuple(classes))
 
 
-def _repeated_tasks(tasks: Tasks, numbers: Float) -> Tasks:
+def _repeat_tasks(tasks: Tasks, numbers: Float) -> Tasks:
     rows, count = len(tasks), int(numbers.shape[2])
     rounded: Int = np.ceil(numbers - 1e-6).astype(np.int64)  # as lowering rounds rows of experts
     equal = "kind", "name", "op", "phase", "stage", "layer", "collective", "dtype", "slot", "tag"

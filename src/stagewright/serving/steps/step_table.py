@@ -1,4 +1,4 @@
-"""Table of a serving step: plain numbers that add up to the duration of any batch.
+"""Table of a serving step: plain numbers that add up to the duration of a step with any batch.
 
 A step of inference is a chain: a kernel starts when the one before it has ended and the host has
 launched it (`lower.serving_step`, `time.simulate`). It takes as long as the longest of some paths:
@@ -38,7 +38,7 @@ from stagewright.time.engines import decoding_beside_prompts, has_mixed_attentio
 from stagewright.time.roofline import DecodingBesidePrompts
 
 MAX_KEYS = 1 << 21
-"""Keys of a request; beyond, decode times grow as before."""
+"""Keys of a request up to which decode steps are computed; beyond, they are extrapolated."""
 NEARLY = 1e-3
 """Paths that are longer than all others by less than this share are left out."""
 PER_OCTAVE = 8
@@ -49,8 +49,10 @@ TOKENS = (-20, 1)
 """Octaves of new tokens over cache positions."""
 POSITIONS = 1 << 20
 """Cache positions for which surfaces are timed: enough for ratios of whole numbers."""
-ROWS = (PAIRS[1] - PAIRS[0]) * PER_OCTAVE
-COLUMNS = (TOKENS[1] - TOKENS[0]) * PER_OCTAVE
+PAIR_INTERVALS = (PAIRS[1] - PAIRS[0]) * PER_OCTAVE
+"""Intervals of a surface along pairs."""
+TOKEN_INTERVALS = (TOKENS[1] - TOKENS[0]) * PER_OCTAVE
+"""Intervals of a surface along new tokens."""
 
 # ---- terms ---------------------------------------------------------------------------------------
 
@@ -93,15 +95,15 @@ class Attention:
         x = (log2(pairs / positions) - PAIRS[0]) * PER_OCTAVE
         y = (log2(tokens / positions) - TOKENS[0]) * PER_OCTAVE
         i, j = int(x), int(y)
-        if not 0 <= i < ROWS:
-            i = 0 if i < 0 else ROWS - 1
-        if not 0 <= j < COLUMNS:
-            j = 0 if j < 0 else COLUMNS - 1
-        row, after = self.table[i], self.table[i + 1]
+        if not 0 <= i < PAIR_INTERVALS:
+            i = 0 if i < 0 else PAIR_INTERVALS - 1
+        if not 0 <= j < TOKEN_INTERVALS:
+            j = 0 if j < 0 else TOKEN_INTERVALS - 1
+        row, next_row = self.table[i], self.table[i + 1]
         y -= j
-        low, high = row[j], after[j]
+        low, high = row[j], next_row[j]
         low += y * (row[j + 1] - low)
-        high += y * (after[j + 1] - high)
+        high += y * (next_row[j + 1] - high)
         return self.launch + positions * 2.0 ** (low + (x - i) * (high - low))
 
 
@@ -126,7 +128,7 @@ class StateKernel:
 
     def __call__(self, tokens: float, requests: float, pairs: float, keys: float) -> float:
         """Seconds for the sums of a batch."""
-        return self.launch + requests * _between(self.tokens, self.seconds, tokens / requests)
+        return self.launch + requests * _interpolate(self.tokens, self.seconds, tokens / requests)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,16 +145,16 @@ class KeysKernel:
 
     def __call__(self, tokens: float, requests: float, pairs: float, keys: float) -> float:
         """Seconds for the sums of a batch."""
-        return _between(self.keys, self.seconds, keys)
+        return _interpolate(self.keys, self.seconds, keys)
 
 
 Term = Attention | StateKernel | KeysKernel
 
 
-def _between(at: list[float], values: list[float], x: float) -> float:
-    """Value at `x` between points; beyond the last ones it goes on as between these."""
-    n = bisect_right(at, x, 1, len(at) - 1)
-    low, high = at[n - 1], at[n]
+def _interpolate(points: list[float], values: list[float], x: float) -> float:
+    """Value at `x`, linear between points, extrapolated from the outer two."""
+    n = bisect_right(points, x, 1, len(points) - 1)
+    low, high = points[n - 1], points[n]
     return values[n - 1] + (x - low) * (values[n] - values[n - 1]) / (high - low)
 
 
@@ -196,7 +198,7 @@ class Path(NamedTuple):
     seconds: list[float]
     """Seconds of launches, and of kernels that depend on tokens only, by tokens."""
     counts: tuple[float, ...]
-    """Number of runs of each term."""
+    """How often the kernel of each term follows on this path."""
 
 
 class RankTable(NamedTuple):
@@ -212,12 +214,12 @@ class RankTable(NamedTuple):
         """Seconds of the longest path, with these seconds of terms."""
         longest = 0.0
         for seconds, counts in self.paths:
-            path = seconds[tokens] if tokens < len(seconds) else entry(seconds, tokens)
+            path = seconds[tokens] if tokens < len(seconds) else table_value(seconds, tokens)
             for count, value in zip(counts, values, strict=False):
                 path += count * value
             if path > longest:
                 longest = path
-        return longest + entry(self.head, logits)
+        return longest + table_value(self.head, logits)
 
 
 class BatchSums(NamedTuple):
@@ -293,7 +295,7 @@ class StepTable:
         of_others = self._rank_seconds(BatchSums(*share)) if others else [0.0] * len(self.ranks)
         # Tokens go back to the first rank.
         through = sum(of_largest)
-        through += sum(entry(rank.message, round(largest.tokens)) for rank in self.ranks)
+        through += sum(table_value(rank.message, round(largest.tokens)) for rank in self.ranks)
         busiest = max(x + others * y for x, y in zip(of_largest, of_others, strict=True))
         return max(through, busiest) if num_decodes else busiest + through - max(of_largest)
 
@@ -357,12 +359,12 @@ class StepTable:
         return pairs, keys
 
 
-def entry(by_number: list[float], n: int) -> float:
-    """Entry of a table, which grows beyond its end as at its end."""
-    if n < len(by_number):
-        return by_number[n]
-    last = len(by_number) - 1
-    return by_number[last] + (n - last) * (by_number[last] - by_number[last - 1])
+def table_value(table: list[float], n: int) -> float:
+    """Value at `n`, extrapolated from the last two."""
+    if n < len(table):
+        return table[n]
+    last = len(table) - 1
+    return table[last] + (n - last) * (table[last] - table[last - 1])
 
 
 # ---- table from rows -----------------------------------------------------------------------------
@@ -394,7 +396,7 @@ def step_table(
         by_rank.append((in_head, term_of))
     shortest = np.array([term.launch for term, _ in terms.values()])
     for rank, (in_head, term_of) in enumerate(by_rank):
-        order, copies, may_wait = _chain(rows.ranks[rank].block, rows.kept[rank])
+        order, copies, may_wait = _rows_in_order(rows.ranks[rank].block, rows.kept[rank])
         by_tokens = seconds[rank] * ~(in_head | (term_of >= 0))[:, None]
         runs = (term_of[order, None] == np.arange(len(terms))) * copies[:, None]
         launched = np.cumsum(copies * launches[rank][order])
@@ -404,9 +406,9 @@ def step_table(
         sends = rows.ranks[rank].tasks.kind == TaskKind.SEND
         ranks.append(
             RankTable(
-                [Path(interpolated(max_tokens, rows.grid, path), key) for key, path in paths],
-                interpolated(max_logits, rows.grid, head),
-                interpolated(max_tokens, rows.grid, seconds[rank][sends].sum(axis=0)),
+                [Path(tabulate(max_tokens, rows.grid, path), key) for key, path in paths],
+                tabulate(max_logits, rows.grid, head),
+                tabulate(max_tokens, rows.grid, seconds[rank][sends].sum(axis=0)),
             )
         )
     knots = _knots(rows.step.model, new)
@@ -414,8 +416,8 @@ def step_table(
     return StepTable(ranks, [t for t, _ in values], [r for _, r in values], knots, new, logits)
 
 
-def interpolated(last: int, at: Int, values: Float) -> list[float]:
-    """Values at each whole number up to `last`, given those at some: linear between these."""
+def tabulate(last: int, at: Int, values: Float) -> list[float]:
+    """Values at 0 to `last`, linear between those given."""
     numbers = np.arange(last + 1, dtype=np.float64)
     return np.interp(numbers, at.astype(np.float64), values).tolist()
 
@@ -431,11 +433,11 @@ def _knots(model: ModelConfig, new: int) -> Float:
 
 def total_seconds(seconds: Float, block: Int, kept: Sequence[KeptBlock]) -> Float:
     """Seconds of all rows of a rank, copies of layers included: [batches]."""
-    order, copies, _ = _chain(block, kept)
+    order, copies, _ = _rows_in_order(block, kept)
     return copies @ seconds[order]
 
 
-def _chain(block: Int, kept: Sequence[KeptBlock]) -> tuple[Int, Float, Bool]:
+def _rows_in_order(block: Int, kept: Sequence[KeptBlock]) -> tuple[Int, Float, Bool]:
     """Rows of a rank as they run, copies of each, and those where the GPU may wait for the host.
 
     Copies between the first and the last are equal. Rows of block -1 do not run.

@@ -1,8 +1,8 @@
-"""Seconds of the steps of a server: functions of the batch, for an event loop.
+"""Seconds of an engine's steps as functions of its batch, for an event loop.
 
-One replica's batch is described by sums over its requests: new tokens, pairs of a query and a key
-that it sees, keys in the cache after the step, and the number of requests. All numbers that go in
-and out are plain ints and floats; a call takes a few microseconds.
+A replica's batch is described by sums over its requests: new tokens, pairs of a query and a key
+that it sees, keys in the cache after the step, and the number of requests. Arguments and results
+are plain ints and floats; a call takes a few microseconds.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from stagewright.program.columns import COLLECTIVES
 from stagewright.run.lengths import Group
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.serving.batch import BatchPlan, DecodeRun
+from stagewright.serving.batch import UNLIMITED, BatchPlan, DecodeRun
 from stagewright.serving.host import HostTimes
 from stagewright.serving.steps.rows import StepRows
 from stagewright.serving.steps.step_table import (
     BatchSums,
     StepTable,
-    interpolated,
     step_table,
+    tabulate,
     total_seconds,
 )
 from stagewright.time.network import Machine
@@ -56,16 +56,16 @@ def step_times(
     machine: Machine,
     execution: Execution | None = None,
     *,
-    most_tokens: int = 8192,
-    most_requests: int = 1024,
+    max_tokens: int = 8192,
+    max_requests: int = 1024,
     logits: int | None = None,
 ) -> StepTimes:
     """Step times of a layout on a machine with its number of GPUs.
 
-    `run` is not resolved: what it leaves open is as in steps of decode or of prompts. `logits`:
-    those of a decoding request; None: of its next token and its drafts. Numbers beyond
-    `most_tokens` in a step and `most_requests` go on as at the end of the tables. Raises UserError
-    where the run cannot be had, or its steps have no table.
+    `run` is not resolved: settings that it leaves open resolve as in steps of decode or of prompts.
+    `logits`: those of a decoding request; None: of its next token and its drafts. Steps with more
+    than `max_tokens` or `max_requests` are extrapolated. Raises UserError where the run is not
+    possible, or its steps have no table.
     """
     execution = execution or Execution()
     run = run.model_copy(update={"max_model_len": None})  # lengths of tables are not of requests
@@ -80,39 +80,39 @@ def step_times(
         count = run.dp * run.pp
         return batch_run(run, [replace(g, count=count) for g in groups]).resolved(model)
 
-    known: list[StepRows] = []
+    timed: list[StepRows] = []
 
     def rows(step: Run) -> StepRows:
         """Rows of a step; steps of equal blocks have the same."""
-        for other in known:
+        for other in timed:
             if (equal := other.of_run(step)) is not None:
                 return equal
-        limit = max(most_tokens, most_requests * new)
-        known.append(StepRows(step, model, machine, execution, limit))
-        return known[-1]
+        limit = max(max_tokens, max_requests * new)
+        timed.append(StepRows(step, model, machine, execution, limit))
+        return timed[-1]
 
     decode_step, prompt_step = resolved(decoding), resolved(chunk)
     decode_rows, prompt_rows = rows(decode_step), rows(prompt_step)
-    max_decoding = most_requests * new
+    max_decoding = max_requests * new
     decode = step_table(decode_rows, decode_step, max_decoding, max_decoding, new, logits)
     mixed = None
     if model.state_space is None:  # as `run.serving_rules` has it
         mixed_step = resolved(decoding, chunk)
-        mixed = step_table(decode_rows, mixed_step, most_tokens, max_decoding, new, logits)
-    prompts = fresh = step_table(prompt_rows, prompt_step, most_tokens, most_requests)
+        mixed = step_table(decode_rows, mixed_step, max_tokens, max_decoding, new, logits)
+    prompts = uncached_prompts = step_table(prompt_rows, prompt_step, max_tokens, max_requests)
     if model.kv_lora_rank:
-        fresh_step = resolved(replace(chunk, context_length=0))
-        fresh = step_table(rows(fresh_step), fresh_step, most_tokens, most_requests)
-    shared = _shared_experts(prompt_rows, most_tokens)
-    return StepTimes(most_tokens, most_requests, decode, mixed, prompts, fresh, shared)
+        uncached_step = resolved(replace(chunk, context_length=0))
+        uncached_prompts = step_table(rows(uncached_step), uncached_step, max_tokens, max_requests)
+    shared = _shared_experts(prompt_rows, max_tokens)
+    return StepTimes(max_tokens, max_requests, decode, mixed, prompts, uncached_prompts, shared)
 
 
-def _shared_experts(rows: StepRows, most_tokens: int) -> list[float] | None:
-    """`StepTimes.shared`, counted from the seconds of one token on."""
+def _shared_experts(rows: StepRows, max_tokens: int) -> list[float] | None:
+    """Seconds of experts for `StepTimes.shared`, beyond those of one token."""
     run, model = rows.step.run, rows.step.model
     if run.dp == 1 or run.ep == 1 or run.pp > 1 or not model.num_experts:
         return None
-    octaves = np.arange(0, np.log2(most_tokens) + 0.25, 0.25)
+    octaves = np.arange(0, np.log2(max_tokens) + 0.25, 0.25)
     grid = np.unique(np.rint(np.exp2(octaves)).astype(np.int64))
     (rank,), (seconds,) = rows.ranks, rows.seconds_with_routed(grid)
     total = total_seconds(seconds, rank.block, rows.kept[0])
@@ -120,32 +120,34 @@ def _shared_experts(rows: StepRows, most_tokens: int) -> list[float] | None:
         sent = rank.tasks.collective == COLLECTIVES.index("all_to_all")
         exchanges = total_seconds(rows.seconds()[0] * sent[:, None], rank.block, rows.kept[0])
         total = total + np.interp(grid.astype(np.float64), rows.grid.astype(np.float64), exchanges)
-    return interpolated(most_tokens, grid, total - total[0])
+    return tabulate(max_tokens, grid, total - total[0])
 
 
 class DecodePieces(NamedTuple):
     """Seconds of decode steps of some number of requests: piecewise linear in keys."""
 
     edges: list[float]
-    """Keys at which the next piece begins; the first piece begins at no keys."""
-    at_none: list[float]
-    per_key: list[float]
+    """Keys at which each piece after the first begins."""
+    intercept: list[float]
+    """Seconds of a piece, extrapolated to no keys."""
+    slope: list[float]
+    """Seconds per key."""
 
 
 @dataclass(eq=False)
 class StepTimes:
     """Seconds of the steps of one replica; with a pipeline, of all its batches together."""
 
-    most_tokens: int
-    most_requests: int
+    max_tokens: int
+    max_requests: int
     decoding: StepTable
     """Steps in which requests decode."""
     mixed: StepTable | None
-    """Prompts beside requests that decode; None: there are no such steps."""
+    """Steps with prompts and decoding requests; None: there are no such steps."""
     prompts: StepTable
-    """Prompts alone."""
-    fresh: StepTable
-    """Prompts alone of which no token is in the cache."""
+    """Steps with prompts alone."""
+    uncached_prompts: StepTable
+    """Steps with prompts alone, of which no token is in the cache."""
     shared: list[float] | None
     """Seconds of experts by tokens of a replica, if all replicas have equal numbers of tokens.
 
@@ -163,14 +165,14 @@ class StepTimes:
         num_decodes: int = 0,
         decode_keys: int = 0,
     ) -> float:
-        """Seconds of any step, like `BatchTimes.step`."""
+        """Seconds of a step with any batch (`BatchTimes.step`)."""
         batch = BatchSums(tokens, pairs, keys, requests, num_decodes, decode_keys)
         if not num_decodes:
-            seconds = (self.prompts if keys > tokens else self.fresh).seconds(batch)
+            seconds = (self.prompts if keys > tokens else self.uncached_prompts).seconds(batch)
         elif num_decodes < requests:
             seconds = self._mixed_seconds(batch)
         else:
-            seconds = self._decode(requests, decode_keys or keys)[0]
+            seconds = self._decode(requests, decode_keys or keys).seconds
         if self.drafting is None:
             return seconds
         decode_keys = keys if num_decodes == requests else decode_keys
@@ -181,37 +183,41 @@ class StepTimes:
         together = math.inf
         if self.mixed is not None:
             together = self.mixed.seconds(batch)
-            if self.fresh is self.prompts:
+            if self.uncached_prompts is self.prompts:
                 return together
         # One after the other, if that is faster: latent attention has another form for prompts.
         prompts = self.decoding.prompts_of(batch)
-        table = self.prompts if prompts.keys > prompts.tokens else self.fresh
+        table = self.prompts if prompts.keys > prompts.tokens else self.uncached_prompts
         decode = self._decode(int(batch.num_decodes), int(batch.decode_keys))
-        return min(together, table.seconds(prompts) + decode[0])
+        return min(together, table.seconds(prompts) + decode.seconds)
 
     # ---- decode ----------------------------------------------------------------------------------
 
-    def linear_run(self, requests: int, keys: int) -> tuple[float, float, int]:
-        """Like `BatchTimes.linear_run`."""
-        run = self._decode(requests, keys)
-        return run if self.drafting is None else self.drafting.linear_run(run, requests, keys)
+    def linear_run(self, requests: int, keys: int, host: float = 0.0) -> DecodeRun:
+        """Run of the next decode steps (`BatchTimes.linear_run`), with `host` seconds in each."""
+        if self.drafting is None:
+            return self._decode(requests, keys, host)
+        run = self.drafting.linear_run(self._decode(requests, keys), requests, keys)
+        return run._replace(seconds=run.seconds + host)
 
     def decode(self, requests: int, keys: int) -> float:
         """Seconds of one decode step; `keys` in the cache after it, summed over requests."""
-        return self.linear_run(requests, keys)[0]
+        return self.linear_run(requests, keys).seconds
 
-    def _decode(self, requests: int, keys: int) -> tuple[float, float, int]:
-        """`linear_run` without drafts."""
-        edges, at_none, per_key = self._pieces.get(requests) or self._decode_pieces(requests)
+    def _decode(self, requests: int, keys: int, host: float = 0.0) -> DecodeRun:
+        """Run of the next decode steps, without a drafter."""
+        edges, intercepts, slopes = self._pieces.get(requests) or self._decode_pieces(requests)
         n = bisect_right(edges, keys)
-        slope = per_key[n]
-        steps = -int((keys - edges[n]) // requests) if n < len(edges) else 1 << 60
-        return at_none[n] + slope * keys, slope * requests, steps
+        slope, steps = slopes[n], UNLIMITED
+        if n < len(edges):
+            # Rounded up: each step adds a key per request.
+            steps = -int((keys - edges[n]) // requests)
+        return DecodeRun(steps, intercepts[n] + slope * keys + host, slope * requests)
 
     def _decode_pieces(self, requests: int) -> DecodePieces:
-        """Steps of `requests` with equal contexts: a row of the grid of decode steps.
+        """Seconds of decode steps of `requests` with equal contexts.
 
-        Between the columns, the knots of the table, steps are linear in the context.
+        They are computed at the knots of the table, and linear in the context between these.
         """
         table, knots = self.decoding, self.decoding.knots
         new, seconds = table.new, list[float]()
@@ -219,10 +225,10 @@ class StepTimes:
             pairs = keys * new - new * (new - 1) / 2
             sums = requests * new, requests * pairs, requests * keys, requests
             seconds.append(table.seconds(BatchSums(*sums, requests, requests * keys)))
-        slope = np.diff(seconds) / np.diff(knots)
-        at_none = np.array(seconds[:-1]) - slope * knots[:-1]
+        slopes = np.diff(seconds) / np.diff(knots)
+        intercepts = np.array(seconds[:-1]) - slopes * knots[:-1]
         edges = knots[1:-1] * requests
-        pieces = DecodePieces(edges.tolist(), at_none.tolist(), (slope / requests).tolist())
+        pieces = DecodePieces(edges.tolist(), intercepts.tolist(), (slopes / requests).tolist())
         self._pieces[requests] = pieces
         return pieces
 
@@ -233,12 +239,12 @@ class StepTimes:
         return HostedTimes(self, host)
 
     def of_replica(self, host: HostTimes) -> HostedTimes:
-        """Like `with_host`, for a replica of a lockstep group.
+        """Step times of one engine, with its host.
 
-        Where replicas share experts and the host works next to the GPU, only `group_runs` adds the
-        host: the GPU's time depends on the tokens of all replicas.
+        In a lockstep group that shares experts, a host that works beside the GPU is added by
+        `group_runs`: the GPU's time depends on the tokens of all replicas.
         """
-        return HostedTimes(self, host, self.shared is not None and host.beside)
+        return HostedTimes(self, host, self.shared is not None and host.overlaps_gpu)
 
     def in_group(self, seconds: float, tokens: int, mean_tokens: float) -> float:
         """Seconds of a step with `tokens` where replicas have `mean_tokens` on average.
@@ -253,7 +259,9 @@ class StepTimes:
         with_all = seconds - self.shared[min(tokens, last)] + of_all
         # The table of experts is of prompts: where other paths make decode shorter than their
         # difference, the step is one of a single token, and never of no length.
-        return with_all if with_all > 0.0 else min(seconds, self._decode(1, self.decoding.new)[0])
+        return (
+            with_all if with_all > 0.0 else min(seconds, self._decode(1, self.decoding.new).seconds)
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -278,22 +286,20 @@ class DraftingTimes:
     """Step times of a pass with one token of each request."""
     number: int
     """Drafts of a request."""
-    more: int
-    """Further tokens of each request in the first pass: a model of its own reads the token that the
-    step sampled, too, a head reads it in place of the step's first one."""
+    extra_tokens: int
+    """Further tokens of each request in the first pass: a separate model reads the token that the
+    step sampled, too; a head reads it in place of the step's first one."""
 
-    def linear_run(
-        self, run: tuple[float, float, int], requests: int, keys: int
-    ) -> tuple[float, float, int]:
+    def linear_run(self, run: DecodeRun, requests: int, keys: int) -> DecodeRun:
         """Decode run of the model, and of all passes after its steps."""
-        keys += self.more * requests
+        keys += self.extra_tokens * requests
         passes = [(1, run), (1, self.first.linear_run(requests, keys))]
         if self.number > 1:
             passes.append((self.number - 1, self.later.linear_run(requests, keys)))
-        return (
-            sum(count * seconds for count, (seconds, _, _) in passes),
-            sum(count * growth for count, (_, growth, _) in passes),
-            min(steps for _, (_, _, steps) in passes),
+        return DecodeRun(
+            min(each.steps for _, each in passes),
+            sum(count * each.seconds for count, each in passes),
+            sum(count * each.growth for count, each in passes),
         )
 
     def step(
@@ -306,14 +312,14 @@ class DraftingTimes:
         decode_keys: int,
     ) -> float:
         """Seconds of the passes after a step of the model."""
-        keys += self.more * requests
+        keys += self.extra_tokens * requests
         first = self.first.step(
-            tokens + self.more * requests,
-            pairs + self.more * keys,
+            tokens + self.extra_tokens * requests,
+            pairs + self.extra_tokens * keys,
             keys,
             requests,
             num_decodes,
-            decode_keys + self.more * num_decodes,
+            decode_keys + self.extra_tokens * num_decodes,
         )
         return first + (self.number - 1) * self.later.decode(requests, keys)
 
@@ -327,19 +333,18 @@ class HostedTimes:
     host_in_group: bool = False
     """Only `group_runs` adds the host."""
 
-    def linear_run(self, requests: int, keys: int) -> tuple[float, float, int]:
-        """Like `BatchTimes.linear_run`."""
-        seconds, growth, steps = run = self.gpu.linear_run(requests, keys)
+    def linear_run(self, requests: int, keys: int) -> DecodeRun:
+        """Run of the next decode steps (`BatchTimes.linear_run`)."""
         if self.host_in_group:
-            return run
-        if not self.host.beside:
-            return seconds + self.host.step(requests), growth, steps
-        steps, seconds, growth = self.host.run_after(DecodeRun(steps, seconds, growth), requests)
-        return seconds, growth, steps
+            return self.gpu.linear_run(requests, keys)
+        host = self.host
+        if host.overlaps_gpu:
+            return host.run_with_host(self.gpu.linear_run(requests, keys), requests)
+        return self.gpu.linear_run(requests, keys, host.step(requests))
 
     def decode(self, requests: int, keys: int) -> float:
-        """Like `StepTimes.decode`."""
-        return self.linear_run(requests, keys)[0]
+        """Seconds of one decode step (`StepTimes.decode`)."""
+        return self.linear_run(requests, keys).seconds
 
     def step(
         self,
@@ -350,12 +355,12 @@ class HostedTimes:
         num_decodes: int = 0,
         decode_keys: int = 0,
     ) -> float:
-        """Like `BatchTimes.step`."""
+        """Seconds of a step with any batch (`BatchTimes.step`)."""
         seconds = self.gpu.step(tokens, pairs, keys, requests, num_decodes, decode_keys)
-        return seconds if self.host_in_group else self.host.after(seconds, requests)
+        return seconds if self.host_in_group else self.host.step_interval(seconds, requests)
 
     def group_runs(self, plans: Sequence[BatchPlan], mean_tokens: float) -> list[DecodeRun]:
-        """Runs of replicas whose experts get the tokens of all, of times `of_replica`.
+        """Runs of the replicas of a lockstep group, whose experts get the tokens of all.
 
         `mean_tokens`: tokens of a replica's step on average.
         """
@@ -366,5 +371,5 @@ class HostedTimes:
         ]
         if not self.host_in_group:
             return runs
-        run_after = self.host.run_after
+        run_after = self.host.run_with_host
         return [run_after(run, plan.requests) for run, plan in zip(runs, plans, strict=True)]

@@ -24,19 +24,19 @@ TOTALS: Mapping[str, Mapping[str, str]] = {
         "e2e": "request_latency.{}",
     },
 }
-"""By tool: the key of a figure (ms) of each of our times."""
+"""Key of a figure (ms) of each of our times, by tool."""
 _OF_AIPERF = ("time_to_first_token", "request_latency")
 FIGURE_WORDS: Mapping[str, tuple[str, ...]] = {
     "mean": ("mean", "avg"),
     "p50": ("median", "p50"),
     **{name: (name,) for name in ("p90", "p95", "p99")},
 }
-"""By figure: how the tools call it."""
+"""Names of figures in the tools, by ours."""
 RATES: Mapping[str, tuple[str, ...]] = {
     "requests/s": ("request_throughput", "request_throughput.avg"),
     "output tokens/s": ("output_throughput", "output_token_throughput.avg"),
 }
-"""By rate: its key in vLLM's and SGLang's results, and in AIPerf's and GenAI-Perf's."""
+"""Keys of rates in results of vLLM and SGLang, and of AIPerf and GenAI-Perf, by our name."""
 
 
 def is_detailed(result: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, cast
 from stagewright.errors import UserError
 from stagewright.files import from_yaml, read_text
 from stagewright.serving.workload import Workload
-from stagewright.serving.workloads.synthetic import LoadStage, SharedPrefix, staged
+from stagewright.serving.workloads.synthetic import LoadStage, SharedPrefix, load_in_stages
 
 
 def read_profile(path: str, seed: int = 0) -> Workload:
@@ -35,10 +35,13 @@ def read_profile(path: str, seed: int = 0) -> Workload:
     prefix = _mapping(data, "shared_prefix", path)
     where = f"{path}: shared_prefix"
     counts = {
-        of.name: int(_number(prefix, of.name, where, whole=True)) for of in fields(SharedPrefix)
+        field.name: int(_number(prefix, field.name, where, whole=True))
+        for field in fields(SharedPrefix)
     }
     poisson = load.get("type") == "poisson"
-    return staged(tuple(_stage(row, path) for row in stages), SharedPrefix(**counts), poisson, seed)
+    return load_in_stages(
+        tuple(_stage(row, path) for row in stages), SharedPrefix(**counts), poisson, seed
+    )
 
 
 def _stage(value: Any, path: str) -> LoadStage:

@@ -14,9 +14,9 @@ from typing import Literal
 
 from stagewright.errors import UserError
 from stagewright.run.sections.declare import LARGEST
-from stagewright.serving.workload import Chain, Workload, in_lanes
+from stagewright.serving.workload import Chain, Workload, with_concurrency
 
-MOST_REQUESTS = 10_000_000
+MAX_REQUESTS = 10_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +43,8 @@ class Lengths:
     def _one(self, longest: int, random: Random) -> int:
         if self.range_ratio == 1:
             return longest
-        least = max(1, math.floor(longest * self.range_ratio))
-        return least + int(random.random() * (longest - least + 1))
+        shortest = max(1, math.floor(longest * self.range_ratio))
+        return shortest + int(random.random() * (longest - shortest + 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +93,8 @@ class Arrivals:
 
 def check_count(requests: int) -> int:
     """A number of requests; raises UserError for one that nobody can wait for."""
-    if not 1 <= requests <= MOST_REQUESTS:
-        raise UserError(f"--num-requests is {requests}, wanted 1 to {MOST_REQUESTS}")
+    if not 1 <= requests <= MAX_REQUESTS:
+        raise UserError(f"--num-requests is {requests}, wanted 1 to {MAX_REQUESTS}")
     return requests
 
 
@@ -120,7 +120,9 @@ def open_loop(requests: int, arrivals: Arrivals, lengths: Lengths, seed: int = 0
 
 def closed_loop(requests: int, concurrency: int, lengths: Lengths, seed: int = 0) -> Workload:
     """Closed loop of users, each with one request at a time (InferenceX's client)."""
-    return in_lanes(open_loop(requests, Arrivals(rate=math.inf), lengths, seed), concurrency)
+    return with_concurrency(
+        open_loop(requests, Arrivals(rate=math.inf), lengths, seed), concurrency
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,34 +137,36 @@ class Conversations:
 
 
 def sessions(
-    count: int, arrivals: Arrivals, lengths: Lengths, of: Conversations, seed: int = 0
+    count: int, arrivals: Arrivals, lengths: Lengths, conversations: Conversations, seed: int = 0
 ) -> Workload:
     """`count` sessions; isl is the tokens of a question, osl those of an answer.
 
     >>> work = sessions(1, Arrivals(rate=1), Lengths(isl=10, osl=5), Conversations(turns=2))
-    >>> list(work.prompt), list(work.after)
+    >>> list(work.prompt), list(work.predecessor)
     ([10, 25], [-1, 0])
     """
-    if of.turns < 1 or not 0 <= of.think_time < math.inf or of.system_prompt < 0:
+    turns, think_time = conversations.turns, conversations.think_time
+    system_prompt = conversations.system_prompt
+    if turns < 1 or not 0 <= think_time < math.inf or system_prompt < 0:
         raise UserError("--turns, --think-time and --system-prompt: wanted 1, 0 and 0 or more")
     random, begin = Random(seed), 0.0
     when, prompt, output = array("d"), array("i"), array("i")
-    after, session_of, chains = array("i"), array("i"), list[Chain]()
-    for session in range(check_count(count * of.turns) // of.turns):
+    predecessor, session_of, chains = array("i"), array("i"), list[Chain]()
+    for session in range(check_count(count * turns) // turns):
         begin += arrivals.gap(random) if session and session % arrivals.burst_size == 0 else 0.0
-        keys, past = (0, 1 + session), of.system_prompt
-        for turn in range(of.turns):
+        segments, past = (0, 1 + session), system_prompt
+        for turn in range(turns):
             isl, osl = lengths.draw(random)
-            think = 0.0 if not turn else -math.log(1.0 - random.random()) * of.think_time
+            think = 0.0 if not turn else -math.log(1.0 - random.random()) * think_time
             when.append(think if turn else begin)
             prompt.append(min(past + isl, LARGEST - 1))
             output.append(osl)
-            after.append(len(after) - 1 if turn else -1)
+            predecessor.append(len(predecessor) - 1 if turn else -1)
             session_of.append(session)
             past = min(past + isl + osl, LARGEST - 1)
-            chains.append((keys, (of.system_prompt, past)))
-    name = f"{count} sessions of {of.turns} turns"
-    return Workload(name, when, prompt, output, chains, after, session_of)
+            chains.append((segments, (system_prompt, past)))
+    name = f"{count} sessions of {turns} turns"
+    return Workload(name, when, prompt, output, chains, predecessor, session_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +188,8 @@ class SharedPrefix:
     output_len: int
 
 
-def staged(
-    stages: tuple[LoadStage, ...], of: SharedPrefix, poisson: bool, seed: int = 0
+def load_in_stages(
+    stages: tuple[LoadStage, ...], prefix: SharedPrefix, poisson: bool, seed: int = 0
 ) -> Workload:
     """Requests of inference-perf (kubernetes-sigs/inference-perf): the users' prompts in turn.
 
@@ -195,11 +199,11 @@ def staged(
     random = Random(seed)
     users = [
         (group, user)
-        for group in range(of.num_unique_system_prompts)
-        for user in range(of.num_users_per_system_prompt)
+        for group in range(prefix.num_unique_system_prompts)
+        for user in range(prefix.num_users_per_system_prompt)
     ]
     random.shuffle(users)
-    head, whole = of.system_prompt_len, of.system_prompt_len + of.question_len
+    head, whole = prefix.system_prompt_len, prefix.system_prompt_len + prefix.question_len
     chains: list[Chain] = [
         ((group, len(users) + nth), (head, whole)) for nth, (group, _) in enumerate(users)
     ]
@@ -218,7 +222,7 @@ def staged(
         "stages of " + ", ".join(f"{s.rate:g}" for s in stages) + " requests/s",
         when,
         array("i", [whole]) * count,
-        array("i", [of.output_len]) * count,
+        array("i", [prefix.output_len]) * count,
         [chains[nth % len(users)] for nth in range(count)],
         session=array("i", (nth % len(users) for nth in range(count))),
         stages=tuple(begins),

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, cast
 from stagewright.errors import UserError, either
 from stagewright.files import from_json, read_bytes
 from stagewright.run.sections.declare import LARGEST
-from stagewright.serving.workload import NO_CHAIN, Chain, Workload, folded
+from stagewright.serving.workload import NO_CHAIN, Chain, Workload, fold
 from stagewright.serving.workloads.clients import (
     is_detailed,
     is_summary,
@@ -76,11 +76,11 @@ FORMATS: Mapping[str, Mapping[str, str]] = {
         "error": "error", "metadata.benchmark_phase": "phase",
     },
 }  # fmt: skip
-"""By tool: its keys, and for each the field of a `TraceRow` with its unit. The first key counts.
+"""Keys of each tool, with the field of a `TraceRow` and its unit. The first key counts.
 
 Without Mooncake's other names a `timestamp` is in seconds."""
 
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 BLOCK = 512
 """Tokens of a block of Mooncake's `hash_ids` (kvcache-ai/Mooncake, FAST25-release/traces)."""
 WANTED = "a trace of requests in JSONL or CSV"
@@ -115,12 +115,12 @@ class TraceRow(NamedTuple):
 
 
 class TraceFile(NamedTuple):
-    """The requests of a file."""
+    """Requests of a file."""
 
     rows: Sequence[TraceRow]
-    """By arrival."""
+    """Rows in order of arrival."""
     rejected: Mapping[str, int]
-    """Rows that are no requests: how many, by reason."""
+    """Number of rows that are no requests, by reason."""
     load: Mapping[str, Any]
     """Settings of the client, where the file is the result of one."""
     rates: Mapping[str, float]
@@ -148,7 +148,7 @@ def read(path: str | Path, *, speed: float = 1.0, limit: int | None = None) -> W
         array("d", (0.0 if closed_loop else (row.at - first) / speed for row in rows)),
         array("i", (row.prompt for row in rows)),
         array("i", (row.output for row in rows)),
-        folded([row.chain for row in rows]) if any(row.chain[0] for row in rows) else None,
+        fold([row.chain for row in rows]) if any(row.chain[0] for row in rows) else None,
         session=array("i", (sessions[r.session] for r in rows)) if len(sessions) > 1 else None,
         concurrency=users,
         rejected=dict(file.rejected),
@@ -214,7 +214,7 @@ def summary_of(path: str | Path) -> Mapping[str, Any] | None:
 
 def _text(path: str | Path) -> str:
     """The text of a file, unpacked where its name ends in .gz."""
-    content = read_bytes(path, WANTED, MOST_BYTES)
+    content = read_bytes(path, WANTED, MAX_BYTES)
     if Path(path).suffix == ".gz":
         content = _unpacked(content, path)
     try:
@@ -229,11 +229,11 @@ def _unpacked(packed: bytes, path: str | Path) -> bytes:
     while packed:
         reader = zlib.decompressobj(wbits=31)
         try:
-            content += reader.decompress(packed, MOST_BYTES - len(content) + 1)
+            content += reader.decompress(packed, MAX_BYTES - len(content) + 1)
         except zlib.error as error:
             raise UserError(f"{path}: is not a file of gzip: {error}; wanted {WANTED}") from None
-        if not reader.eof or len(content) > MOST_BYTES:
-            raise UserError(f"{path}: is cut off, or over {MOST_BYTES} bytes; wanted {WANTED}")
+        if not reader.eof or len(content) > MAX_BYTES:
+            raise UserError(f"{path}: is cut off, or over {MAX_BYTES} bytes; wanted {WANTED}")
         packed = reader.unused_data.lstrip(b"\0")  # tape blocks are padded
     return content
 
@@ -295,7 +295,7 @@ def _rows_of_csv(text: str, path: str | Path) -> Iterator[tuple[str, Mapping[str
 
 @lru_cache(64)
 def _columns(keys: tuple[str, ...]) -> Mapping[str, tuple[str, float]]:
-    """By field: its key among these, and the seconds of one of its unit."""
+    """Key of each field, among `keys`, and seconds of a unit of its values."""
     columns: dict[str, tuple[str, float]] = {}
     for meanings in FORMATS.values():
         for key, meaning in meanings.items():
@@ -411,13 +411,13 @@ def _duration(cells: Mapping[str, Any], name: str, unit: float, where: str) -> f
 def _chain(hashes: Any, prompt: int, where: str) -> Chain:
     """Mooncake's ids: equal ids stand for equal tokens up to the end of their blocks."""
     count = -(-max(prompt, 0) // BLOCK)
-    keys = block_ids(hashes, where)[:count]
-    if len(keys) < count:
+    segments = block_ids(hashes, where)[:count]
+    if len(segments) < count:
         raise UserError(
-            f"{where}: hash_ids has {len(keys)} ids, wanted {count}: one for each {BLOCK} of the "
-            f"prompt's {prompt} tokens"
+            f"{where}: hash_ids has {len(segments)} ids, wanted {count}: one for each {BLOCK} of "
+            f"the prompt's {prompt} tokens"
         )
-    return keys, (*range(BLOCK, BLOCK * len(keys), BLOCK), prompt)
+    return segments, (*range(BLOCK, BLOCK * len(segments), BLOCK), prompt)
 
 
 def block_ids(hashes: Any, where: str) -> tuple[int, ...]:

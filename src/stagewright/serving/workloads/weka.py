@@ -8,7 +8,7 @@ is capped. Subagents begin after the request before them and run in parallel. A 
 the subagents that had ended when it was recorded; for others nobody waits. Ids name blocks within
 a conversation (`hash_id_scope: local`), each time that it is replayed.
 
-AgentX begins the first conversation of each lane at a random time of its recording, with the last
+AgentX begins the first conversation of each slot at a random time of its recording, with the last
 request before it as a warm-up. AIPerf finds agents among requests without a subagent's marker by
 their ids; here these requests follow each other.
 """
@@ -27,7 +27,7 @@ from reprlib import repr as shown
 from typing import Any, cast
 
 from stagewright.errors import UserError
-from stagewright.serving.workload import NO_CHAIN, Chain, Workload, folded
+from stagewright.serving.workload import NO_CHAIN, Chain, Workload, fold
 from stagewright.serving.workloads.synthetic import Arrivals, check_count
 from stagewright.serving.workloads.traces import NO_TOKENS, block_ids, objects, tokens
 
@@ -38,24 +38,26 @@ NO_PARENT = "a subagent before the first request of its conversation"
 
 @dataclass
 class Conversation:
-    """Requests of a conversation, a place in each list for each; a predecessor stands earlier."""
+    """Requests of a conversation as columns; each stands after those that it waits for."""
 
     block_size: int
     idle_gap_cap: float
     """Longest pause (s)."""
     rejected: Counter[str]
-    """Entries that are left out: how many, by reason."""
+    """Number of entries that are left out, by reason."""
     prompt: list[int] = field(default_factory=list[int])
     output: list[int] = field(default_factory=list[int])
     chains: list[Chain] = field(default_factory=list[Chain])
     pause: list[float] = field(default_factory=list[float])
-    """Seconds after the last of the requests before it is done."""
-    after: list[int] = field(default_factory=list[int])
-    joins: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    """Seconds after the last of its predecessors is done."""
+    predecessor: list[int] = field(default_factory=list[int])
+    further_predecessors: dict[int, tuple[int, ...]] = field(
+        default_factory=dict[int, tuple[int, ...]]
+    )
     turns: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
     """Recorded times of the requests of no subagent, and their places."""
-    keys: dict[int, int] = field(default_factory=dict[int, int])
-    """Keys of chains, from 0 on, by the ids of blocks."""
+    segments: dict[int, int] = field(default_factory=dict[int, int])
+    """Segments of chains, numbered from 0, by the ids of blocks."""
 
     @classmethod
     def of(
@@ -67,7 +69,7 @@ class Conversation:
             raise UserError(f"{where}: block_size is {shown(size)}, wanted a number of tokens")
         conversation = cls(size, idle_gap_cap, rejected)
         conversation.add_thread(entry["requests"], where, -1, 0.0, conversation.turns)
-        conversation.chains = folded(conversation.chains)
+        conversation.chains = fold(conversation.chains)
         return conversation
 
     def add_thread(
@@ -108,7 +110,7 @@ class Conversation:
                 ended = [(end, last) for end, last in running if end <= begin]
                 running = [(end, last) for end, last in running if end > begin]
                 if ended:
-                    self.joins[len(self.prompt)] = tuple(last for _, last in ended)
+                    self.further_predecessors[len(self.prompt)] = tuple(last for _, last in ended)
                 known_end = max([previous_end, *(end for end, _ in ended)])
                 self._add(cells, place, previous, begin - known_end)
                 previous, previous_end = len(self.prompt) - 1, begin
@@ -122,7 +124,7 @@ class Conversation:
         self.prompt.append(tokens(cells, "in", where))
         self.output.append(tokens(cells, "out", where))
         self.pause.append(0.0 if previous < 0 else min(max(0.0, pause), self.idle_gap_cap))
-        self.after.append(previous)
+        self.predecessor.append(previous)
         self.chains.append(self._chain(cells.get("hash_ids"), self.prompt[-1], where))
 
     def _chain(self, hashes: Any, prompt: int, where: str) -> Chain:
@@ -132,7 +134,7 @@ class Conversation:
         size = self.block_size
         ids = block_ids(hashes, where)[: -(-prompt // size)]
         ends = (min(size * number, prompt) for number in range(1, len(ids) + 1))
-        return tuple(self.keys.setdefault(key, len(self.keys)) for key in ids), tuple(ends)
+        return tuple(self.segments.setdefault(key, len(self.segments)) for key in ids), tuple(ends)
 
     def from_time(self, share: float) -> Conversation:
         """The conversation from its last turn in this share of its recorded time.
@@ -148,10 +150,10 @@ class Conversation:
             output=self.output[first:],
             chains=self.chains[first:],
             pause=self.pause[first:],
-            after=[-1, *(before - first for before in self.after[first + 1 :])],
-            joins={
+            predecessor=[-1, *(before - first for before in self.predecessor[first + 1 :])],
+            further_predecessors={
                 request - first: tuple(other - first for other in others if other >= first)
-                for request, others in self.joins.items()
+                for request, others in self.further_predecessors.items()
                 if request > first
             },
         )
@@ -202,35 +204,40 @@ def read_conversations(
     conversations = [
         Conversation.of(entry, where, idle_gap_cap, rejected) for where, entry in _entries(path)
     ]
-    recorded = [of for of in conversations if of.prompt]
+    recorded = [each for each in conversations if each.prompt]
     if not recorded:
         why = "; ".join(f"{number} x {what}" for what, number in rejected.items())
         raise UserError(f"{path}: has no conversations{': ' + why if why else ''}")
     when, prompt, output = array("d"), array("i"), array("i")
-    after, session, chains = array("i"), array("i"), list[Chain]()
-    joins: dict[int, tuple[int, ...]] = {}
-    random, draw_start, begin, new_key = Random(seed), Random(f"starts {seed}"), 0.0, 0
+    predecessor, session, chains = array("i"), array("i"), list[Chain]()
+    further_predecessors: dict[int, tuple[int, ...]] = {}
+    random, draw_start, begin, new_segment = Random(seed), Random(f"starts {seed}"), 0.0, 0
     for replay in range(len(recorded) if count is None else check_count(count)):
-        of, first = recorded[replay % len(recorded)], len(prompt)
+        conversation, first = recorded[replay % len(recorded)], len(prompt)
         if replay < started and start_share:
-            of = of.from_time(draw_start.random() * start_share)
+            conversation = conversation.from_time(draw_start.random() * start_share)
         if replay and replay % arrivals.burst_size == 0:
             begin += arrivals.gap(random)
-        when.extend([begin, *(pause / speed for pause in of.pause[1:])])
-        prompt.extend(of.prompt)
-        output.extend(of.output)
-        session.extend([replay] * len(of.prompt))
-        after.extend(-1 if before < 0 else first + before for before in of.after)
-        for request, others in of.joins.items():
-            joins[first + request] = tuple(first + other for other in others)
-        chains += [(tuple(new_key + key for key in keys), ends) for keys, ends in of.chains]
-        new_key += len(of.keys)
+        when.extend([begin, *(pause / speed for pause in conversation.pause[1:])])
+        prompt.extend(conversation.prompt)
+        output.extend(conversation.output)
+        session.extend([replay] * len(conversation.prompt))
+        predecessor.extend(
+            -1 if before < 0 else first + before for before in conversation.predecessor
+        )
+        for request, others in conversation.further_predecessors.items():
+            further_predecessors[first + request] = tuple(first + other for other in others)
+        chains += [
+            (tuple(new_segment + segment for segment in segments), ends)
+            for segments, ends in conversation.chains
+        ]
+        new_segment += len(conversation.segments)
     replays = session[-1] + 1
     return Workload(
         f"{Path(path).name}, {replays} conversation{'s' * (replays > 1)}",
-        *(when, prompt, output, chains, after, session),
+        *(when, prompt, output, chains, predecessor, session),
         rejected=dict(rejected),
-        joins=joins,
+        further_predecessors=further_predecessors,
     )
 
 

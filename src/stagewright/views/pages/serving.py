@@ -139,7 +139,7 @@ def _cache(served: ServedRun) -> Chart:
     engines = served.outcome.engines
     grid = _grid(engines).tolist()
     used = [
-        values / engine.blocks.size
+        values / engine.kv_cache.size
         for engine, values in zip(engines, _sampled(engines, "blocks"), strict=True)
     ]
     lines = [Curve("mean of engines", grid, np.mean(used, axis=0).tolist(), "cache")]

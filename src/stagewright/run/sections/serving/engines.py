@@ -24,7 +24,7 @@ class EngineSection:
 
     instances: Annotated[int, Whole(1, 100_000)] = setting(
         1,
-        "Number of engines, each with all ranks of the layout.",
+        "Instances, each with all ranks of the layout.",
         names=("decode-instances", "decode-workers"),
     )
     router: Text = setting(
