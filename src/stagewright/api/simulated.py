@@ -49,7 +49,7 @@ class Simulation(SimulatedStep, PublicResult):
     * `mfu`, `hfu`: model and hardware FLOPs utilization, shares of 1; `mfu_causal` and `hfu_causal`
       count attention without masked pairs.
     * `fits`: whether every rank fits into the memory of a device; `peak_memory`: bytes of the
-      fullest rank; `peaks`: bytes of each lane at its peak, by category.
+      fullest rank; `memory_peaks`: bytes of each lane at its peak, by category.
     * `critical_path`: seconds by phase of kernels and axis of communication.
     * `served`: TTFT, TPOT and rates of a step of inference.
     * `compiled`, `machine`, `timeline`: the run, the machine, and all tasks in time.

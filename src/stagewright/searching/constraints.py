@@ -24,7 +24,7 @@ from stagewright.run.settings import Run
 from stagewright.run.training_rules import AXES_ONCE
 from stagewright.schedule.schedules import check_name
 from stagewright.searching.candidates import HARDWARE, Candidates
-from stagewright.time.dispatch import Routed
+from stagewright.time.dispatch import DispatchKernels
 from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate import ep_overlap
 
@@ -179,7 +179,7 @@ def _check_ep_overlap(candidates: Candidates, index: int) -> None:
 
 def _check_flex_dispatcher(candidates: Candidates, index: int) -> None:
     if candidates.execution(index).moe_flex_dispatcher:
-        Routed.of(candidates.run(index).resolved(candidates.model), candidates.model)
+        DispatchKernels.of(candidates.run(index).resolved(candidates.model), candidates.model)
 
 
 def _check_precision(candidates: Candidates, index: int) -> None:

@@ -140,7 +140,7 @@ def _micro(ns: int) -> str:
 
 def _actions(line: Timeline, nth: int, lane: Lane) -> Iterator[str]:
     """What kernels of one stage, direction and microbatch follow each other, as one slice."""
-    place = np.flatnonzero(lane.main)
+    place = np.flatnonzero(lane.is_kernel)
     if not len(place):
         return
     tasks, rows = lane.rank_class.tasks, lane.issue.rows[place]

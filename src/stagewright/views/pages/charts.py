@@ -110,7 +110,7 @@ def peaks(
 ) -> list[tuple[RankClass, dict[str, int]]]:
     """Classes of ranks, and what each holds at its peak by category: as simulated if it was."""
     if found:
-        lanes = zip(found.timeline.lanes, found.peaks, strict=True)
+        lanes = zip(found.timeline.lanes, found.memory_peaks, strict=True)
         return [(lane.rank_class, dict(peak.by_category)) for lane, peak in lanes]
     return [
         (of, {k: v for k, v in of.memory.items() if k != "peak" and v})

@@ -59,7 +59,7 @@ def strips(line: Timeline) -> list[Strips]:
     found: list[Strips] = []
     for name, lane, of_lane in zip(_names(line.program, lanes), lanes, axes, strict=True):
         phase = lane.rank_class.tasks.phase[lane.issue.rows]
-        kernels = [Strip(each, lane.main & (phase == nth)) for nth, each in enumerate(PHASES)]
+        kernels = [Strip(each, lane.is_kernel & (phase == nth)) for nth, each in enumerate(PHASES)]
         transfers = [Strip(axis, of_lane.axis == nth) for nth, axis in enumerate(of_lane.names)]
         for each in transfers:
             busy = float((lane.end - lane.begin)[each.tasks].sum())
