@@ -114,12 +114,12 @@ def simulate(
 ) -> Simulation:
     """Simulate one step on a machine: its time, where it goes, memory.
 
-    `hardware` is a name (`stagewright hardware` lists them), a YAML file, or a `Machine`, which has
-    a topology and an algorithm of its own; a `ClusterSection` says all of the machine at once.
-    `settings` are those of the run, of the machine (`nodes`, `gpus`, `topology`, `algorithm`,
-    `stragglers`: `stagewright.run.sections.cluster`) and of the execution, which override
-    `execution` (`no_overlap`, `prefetch`, ...: `stagewright.run.sections.execution`). With `nodes`
-    or `gpus` and without `dp`, dp fills them. `durations` is a CSV of measured kernels and
+    `hardware` is a name (`stagewright hardware` lists them), a YAML file, a `Hardware`, or a
+    `Machine`, which has a topology and an algorithm of its own; a `ClusterSection` says all of the
+    machine at once. `settings` are those of the run, of the machine (`nodes`, `gpus`, `topology`,
+    `algorithm`, `stragglers`: `stagewright.run.sections.cluster`) and of the execution
+    (`no_overlap`, `prefetch`, ...: `stagewright.run.sections.execution`); settings by name have
+    precedence over `execution`. With `nodes` or `gpus` and without `dp`, dp fills them. `durations` is a CSV of measured kernels and
     collectives (`stagewright.time.measured`).
     """
     cluster, how, settings = _sections(hardware, execution, settings)

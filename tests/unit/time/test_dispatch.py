@@ -113,9 +113,9 @@ def test_tokens_sent_once_beside_hybridep(
 def test_few_tokens_beside_deepep(ep: int, dispatch: float, combine: float) -> None:
     """Low-latency kernels in DeepEP's README: us of 128 tokens, in fp8 there and in bf16 back."""
     machine, group = _group("h800", ep)
-    dispatch = DEEPSEEK._replace(low_latency=True)
+    kernels = DEEPSEEK._replace(low_latency=True)
     for width, us in ((1, dispatch), (2, combine)):
-        seconds = dispatch_seconds(128 * 7168 * 8 * width, group, machine, dispatch)
+        seconds = dispatch_seconds(128 * 7168 * 8 * width, group, machine, kernels)
         assert seconds * 1e6 == pytest.approx(us, rel=0.1)
 
 
