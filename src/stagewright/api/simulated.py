@@ -119,8 +119,8 @@ def simulate(
     machine at once. `settings` are those of the run, of the machine (`nodes`, `gpus`, `topology`,
     `algorithm`, `stragglers`: `stagewright.run.sections.cluster`) and of the execution
     (`no_overlap`, `prefetch`, ...: `stagewright.run.sections.execution`); settings by name have
-    precedence over `execution`. With `nodes` or `gpus` and without `dp`, dp fills them. `durations` is a CSV of measured kernels and
-    collectives (`stagewright.time.measured`).
+    precedence over `execution`. With `nodes` or `gpus` and without `dp`, dp fills them. `durations`
+    is a CSV of measured kernels and collectives (`stagewright.time.measured`).
     """
     cluster, how, settings = _sections(hardware, execution, settings)
     costs_of(cluster.price, cluster.costs)

@@ -17,8 +17,7 @@ from stagewright.run.experiment import Experiment
 from stagewright.run.files import flat, is_manifest, read_settings, recorded_model
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.foreign import canonical
-from stagewright.run.sections.other_names import known as is_setting_name
-from stagewright.run.sections.other_names import setting_of
+from stagewright.run.sections.other_names import is_setting_name, setting_of
 from stagewright.run.training_rules import MOST_RANKS
 from stagewright.searching.constraints import check_value
 from stagewright.searching.defaults import (
