@@ -9,7 +9,7 @@ kernels, which send each copy straight to its expert and can be part of a CUDA g
 >>> from stagewright.time.network import placements
 >>> machine = Machine.of(resolve("h100-sxm"), gpus=64)
 >>> (group,) = placements(machine, np.arange(64).reshape(1, -1))
->>> deepseek = Routed(experts=256, top_k=8, groups=8, top_groups=4)
+>>> deepseek = DispatchKernels(experts=256, top_k=8, groups=8, top_groups=4)
 >>> size = 4096 * 8 * 7168 * 2  # copies of 4096 tokens in bf16
 >>> 4e-3 < dispatch_seconds(size, group, machine, deepseek) < 4.7e-3  # HybridEP: 4.6 ms measured
 True
@@ -135,9 +135,9 @@ def destinations(dispatch: DispatchKernels, parts: int) -> float:
 
     The token's experts are different, and all equally likely.
 
-    >>> round(destinations(Routed(256, 8), 8), 2)  # of the 8 ranks of a node
+    >>> round(destinations(DispatchKernels(256, 8), 8), 2)  # of the 8 ranks of a node
     5.29
-    >>> round(destinations(Routed(256, 8, 8, 4), 8), 2)  # of 8 nodes, each with a group of experts
+    >>> round(destinations(DispatchKernels(256, 8, 8, 4), 8), 2)  # of 8 nodes, a group each
     3.63
     """
     experts, top_k, groups, top_groups = dispatch[:4]
