@@ -134,7 +134,9 @@ def products(on: Hardware, dtype: str) -> Callable[[Constants, Rows], np.ndarray
         changed = with_inference(on, gemm={dtype: InferenceGemmFit(**constants)})
         m, n, k = (column(some, c) for c in "mnk")
         traffic = ITEM[dtype] * (m * k + k * n) + 2 * m * n
-        return gemm_seconds(np.ones(len(m)), m, n, k, traffic=traffic, dtype=dtype, on=changed)
+        return gemm_seconds(
+            np.ones(len(m)), m, n, k, traffic=traffic, dtype=dtype, hardware=changed
+        )
 
     return predict
 
@@ -212,7 +214,7 @@ def attention_predicted(on: Hardware, constants: Constants, some: Rows) -> np.nd
     moved = b * keys * kv * 2 * d * width + 2 * b * h * 2 * d
     work = (b * h, h / kv, b * h * keys, b * keys * kv, 4 * d, moved)
     changed = with_inference(on, cached_attention=CachedAttentionFit(**constants))
-    return cached_attention_seconds(*work, dtype="bf16", on=changed)
+    return cached_attention_seconds(*work, dtype="bf16", hardware=changed)
 
 
 def attention(checkout: Path, on: Hardware, system: str) -> None:

@@ -123,7 +123,9 @@ def gemm(folder: Path, hardware: Hardware, system: str) -> None:
             changed = hardware.gemm["bf16"].model_copy(update=dict(constants))
             on = hardware.model_copy(update={"gemm": {dtype: changed}})
             traffic = size * (m * k + k * n) + 2 * m * n
-            seconds = gemm_seconds(np.ones(len(m)), m, n, k, traffic=traffic, dtype=dtype, on=on)
+            seconds = gemm_seconds(
+                np.ones(len(m)), m, n, k, traffic=traffic, dtype=dtype, hardware=on
+            )
             if size < 2:  # the rows include the kernel that quantizes the activations
                 seconds += memory_seconds((2 + size) * m * k, m * k, on)
             return seconds
@@ -172,7 +174,7 @@ def _attention(table: Rows, hardware: Hardware, dtype: str) -> dict[str, float]:
         points = b * h * q * q / 2 + tiles * 128**2 / 2
         work = (tiles, q, points, 4 * d, 2 * size * b * q * (h + kv) * d)
         fitted = hardware.model_copy(update={"attention": changed})
-        return attention_seconds(*work, dtype=dtype, on=fitted)
+        return attention_seconds(*work, dtype=dtype, hardware=fitted)
 
     keep = sample([r for r in rows if not held_out(*(r[n] for n in names))], 3000)
     start = hardware.attention.model_dump(exclude={"bwd_ratio", "fp8"})

@@ -32,7 +32,7 @@ from stagewright.time.hardware import (
     resolve,
 )
 from stagewright.time.roofline import (
-    DecodingBesidePrompts,
+    DecodeInPromptKernel,
     cached_attention_seconds,
     gemm_seconds,
 )
@@ -112,7 +112,7 @@ def gemm(checkout: Path, on: Hardware, card: str) -> None:
         )
         m, n, k = (column(some, c) for c in "mnk")
         moved = 2 * (m * k + k * n + m * n)
-        return gemm_seconds(np.ones(len(m)), m, n, k, traffic=moved, dtype="bf16", on=changed)
+        return gemm_seconds(np.ones(len(m)), m, n, k, traffic=moved, dtype="bf16", hardware=changed)
 
     keep = [r for r in rows if not held_out(r["m"], r["n"], r["k"])]
     few = sample([r for r in keep if r["m"] <= 256], 500)
@@ -197,7 +197,7 @@ def mixed(on: Hardware, rows: Rows, prompts: np.ndarray) -> None:
         fit = cached.model_copy(update={"mixed_attention": MixedAttentionFit(**constants)})
         changed, found = on.model_copy(update={"inference": fit}), []
         for r in some:
-            adds = DecodingBesidePrompts.of(changed, r["heads"], r["heads"] / r["kv"], 2 * r["d"])
+            adds = DecodeInPromptKernel.of(changed, r["heads"], r["heads"] / r["kv"], 2 * r["d"])
             assert adds is not None
             keys = r["n_decode"] * (r["kv_decode"] + 1)
             found.append(r["prompts"] + adds(r["n_decode"], keys, r["prefill_chunk"]))
@@ -260,7 +260,7 @@ def _seconds(
     moved = 2 * (keys * kv * 2 * d + some * h * 2 * d)
     pairs, keys = np.maximum(pairs, 1), np.maximum(keys, 1)
     work = (some * h, h / kv, pairs * h, keys * kv, 4 * d, moved)
-    return cached_attention_seconds(*work, dtype="bf16", on=on)
+    return cached_attention_seconds(*work, dtype="bf16", hardware=on)
 
 
 def streams(checkout: Path, on: Hardware, card: str) -> None:

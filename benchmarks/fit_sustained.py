@@ -159,7 +159,7 @@ def products(name: str, path: str) -> None:
         found: list[float] = []
         for clock in CLOCKS:
             on = with_clock(hardware, "bf16", clock).sustained()
-            took = gemm_seconds(*sizes, traffic=np.array([traffic]), dtype="bf16", on=on)[0]
+            took = gemm_seconds(*sizes, traffic=np.array([traffic]), dtype="bf16", hardware=on)[0]
             found.append(float(np.log(took / seconds)))
         key.append(shape)
         logs.append(found)

@@ -135,9 +135,9 @@ def one_unit(tasks: Tasks, execution: Execution) -> Units:
     )  # fmt: skip
 
 
-def algorithm_of(op: str, local_bytes: int, group: Placement, machine: Machine) -> str:
+def algorithm_of(op: str, comm_bytes: int, group: Placement, machine: Machine) -> str:
     """The fastest algorithm of a collective."""
-    options = seconds_by_algorithm(op, local_bytes, group, machine)
+    options = seconds_by_algorithm(op, comm_bytes, group, machine)
     return min(options, key=lambda name: float(options[name]))
 
 

@@ -118,7 +118,7 @@ def test_a_straggler_holds_up_those_it_meets() -> None:
     program = compile(Run(**run, clip_grad=False)).program
     (tasks,) = (of.tasks for of in program.classes)
     seconds = by_action(program, [np.where(tasks.kind == TaskKind.COMPUTE, 1e-3, 0)])
-    plain, slow = timeline(program, seconds), timeline(program, seconds, factors={3: 1.2})
+    plain, slow = timeline(program, seconds), timeline(program, seconds, slowdowns={3: 1.2})
     # What comes before the last reduction is held up by a fifth; the optimizer step is not.
     step = (tasks.phase == PHASES.index("optimizer")).sum() * 1e-3
     others, straggler = slow.lanes

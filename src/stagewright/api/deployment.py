@@ -117,7 +117,9 @@ class Planned:
                 )
         run = self.experiment.run
         if own:
-            run = Run.asked({}, {**run.given(), **own, "model": run.model, "mode": "decode"})
+            run = Run.without_derived(
+                {}, {**run.given(), **own, "model": run.model, "mode": "decode"}
+            )
         return Planned(
             serves,
             replace(self.experiment, run=run),

@@ -50,7 +50,7 @@ class Simulation(SimulatedStep, PublicResult):
     * `mfu`, `hfu`: model and hardware FLOPs utilization, shares of 1; `mfu_causal` and `hfu_causal`
       count attention without masked pairs.
     * `fits`: whether every rank fits into the memory of a device; `peak_memory`: bytes of the
-      fullest rank; `peaks`: bytes of each lane at its peak, by category.
+      fullest rank; `memory_peaks`: bytes of each lane at its peak, by category.
     * `critical_path`: seconds by phase of kernels and axis of communication.
     * `served`: TTFT, TPOT and rates of a step of inference.
     * `compiled`, `machine`, `timeline`: the run, the machine, and all tasks in time.
@@ -115,13 +115,13 @@ def simulate(
 ) -> Simulation:
     """Simulate one step on a machine: its time, where it goes, memory.
 
-    `hardware` is a name (`stagewright hardware` lists them), a YAML file, or a `Machine`, which has
-    a topology and an algorithm of its own; a `ClusterSection` says all of the machine at once.
-    `settings` are those of the run, of the machine (`nodes`, `gpus`, `topology`, `algorithm`,
-    `stragglers`: `stagewright.run.sections.cluster`) and of the execution, which override
-    `execution` (`no_overlap`, `prefetch`, ...: `stagewright.run.sections.execution`). With `nodes`
-    or `gpus` and without `dp`, dp fills them. `durations` is a CSV of measured kernels and
-    collectives (`stagewright.time.measured`).
+    `hardware` is a name (`stagewright hardware` lists them), a YAML file, a `Hardware`, or a
+    `Machine`, which has a topology and an algorithm of its own; a `ClusterSection` says all of the
+    machine at once. `settings` are those of the run, of the machine (`nodes`, `gpus`, `topology`,
+    `algorithm`, `stragglers`: `stagewright.run.sections.cluster`) and of the execution
+    (`no_overlap`, `prefetch`, ...: `stagewright.run.sections.execution`); settings by name have
+    precedence over `execution`. With `nodes` or `gpus` and without `dp`, dp fills them. `durations`
+    is a CSV of measured kernels and collectives (`stagewright.time.measured`).
     """
     check_type(execution, "execution as an Execution", Execution, NoneType)
     cluster, how, settings = _sections(hardware, execution, settings)

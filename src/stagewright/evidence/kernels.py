@@ -110,7 +110,7 @@ def _arrays(*values: float) -> list[np.ndarray]:
 def _gemm(size: dict[str, int], dtype: str, on: Hardware) -> float:
     m, n, k = size["m"], size["n"], size["k"]
     (traffic,) = _arrays(ITEM[dtype] * (m * k + k * n) + 2 * m * n)
-    seconds = gemm_seconds(*_arrays(1, m, n, k), traffic=traffic, dtype=dtype, on=on)
+    seconds = gemm_seconds(*_arrays(1, m, n, k), traffic=traffic, dtype=dtype, hardware=on)
     if dtype == "fp8":  # the rows include the kernel that quantizes the activations
         moved, work = _arrays(3 * m * k, m * k)
         seconds = seconds + memory_seconds(moved, work, on)
@@ -135,7 +135,7 @@ def _cached_attention(size: dict[str, int], cache: str, on: Hardware) -> float:
     work = _arrays(b * h, h / kv, b * h * k, b * k * kv, 2 * (d + v), moved)
     # Only attention to latents computes in fp8; other queries are bf16, as these rows' are.
     dtype = cache if stored == d else "bf16"
-    return float(cached_attention_seconds(*work, dtype=dtype, on=on)[0])
+    return float(cached_attention_seconds(*work, dtype=dtype, hardware=on)[0])
 
 
 def _engine_all_reduce(size: dict[str, int], on: Hardware) -> float:
@@ -179,8 +179,8 @@ def experts_seconds(mlp: ExpertMLP, *, dtype: str, on: Hardware) -> Float:
     return (
         routing_seconds(tokens * top_k, on)
         + copies_seconds((2 + width) * copies * h, copies, on)
-        + gemm_seconds(busy, rows, 2 * f, h, traffic=up, dtype=dtype, on=on)
+        + gemm_seconds(busy, rows, 2 * f, h, traffic=up, dtype=dtype, hardware=on)
         + memory_seconds((4 + width) * copies * f, copies, on)
-        + gemm_seconds(busy, rows, h, f, traffic=down, dtype=dtype, on=on)
+        + gemm_seconds(busy, rows, h, f, traffic=down, dtype=dtype, hardware=on)
         + copies_seconds(2 * (copies + tokens) * h, copies, on)
     )

@@ -39,7 +39,7 @@ from stagewright.run.settings import Run
 from stagewright.schedule.schedules import SCHEDULES
 from stagewright.time.hardware import resolve as resolve_hardware
 from stagewright.time.network import Machine
-from stagewright.time.simulate.step import execute_step
+from stagewright.time.simulate.step import timeline_of_step
 from stagewright.time.simulate.utilization import model_flops
 
 QUANTITIES = {
@@ -158,7 +158,7 @@ def step_seconds(m: Measurement, machine: Machine) -> float:
     def simulated(microbatches: int) -> float:
         batch = microbatches * run.micro_batch_size * run.dp
         part = run.model_copy(update={"global_batch_size": batch})
-        return execute_step(compile(part, m.model), machine, m.execution).seconds
+        return timeline_of_step(compile(part, m.model), machine, m.execution).seconds
 
     schedule = SCHEDULES.get(run.schedule or "")
     full = (schedule.fills if schedule else 1) * run.pp

@@ -35,15 +35,15 @@ def compile(
     )
     run = run.resolved(model)
     check(run, model)
-    within = run
+    limited = run
     if run.device_memory is None and device_memory is not None:
-        within = run.model_copy(update={"device_memory": device_memory})
-    compiled = _compile_mode(within, model, table or {})
+        limited = run.model_copy(update={"device_memory": device_memory})
+    compiled = _compile_mode(limited, model, table or {})
     return replace(
         compiled,
         run=run,  # without the memory of the hardware, which is no setting of the run
         program=_with_allowance(compiled.program, run),
-        device_memory=within.device_memory and read_bytes(within.device_memory),
+        device_memory=limited.device_memory and read_bytes(limited.device_memory),
     )
 
 

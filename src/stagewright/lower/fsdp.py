@@ -19,7 +19,7 @@ from stagewright.graph.node import Node
 from stagewright.graph.roles import Role
 from stagewright.lower.assembly.habit import Habit, Item, Row, UnitWeights, merged, one_by_one
 from stagewright.lower.assembly.lowered_block import Value, moves_gradients
-from stagewright.lower.assembly.segments import ActionRows, Copy
+from stagewright.lower.assembly.segments import ActionRows, CopyRelation
 from stagewright.lower.assembly.stage_values import StageValues
 from stagewright.lower.assembly.work import AssembledWork, assembled
 from stagewright.lower.kernels.extent import OwnRows, Split
@@ -189,7 +189,7 @@ def _extend_to_next_input_half(values: StageValues, action: ActionRows) -> None:
         if input_half and _adds_before_reduction(t):
             gradient = values.value(i, t.reads[0])
             if gradient is not None:
-                gradient.touches.append((Copy.NEXT_BACKWARD, action.stage, input_half[-1]))
+                gradient.touches.append((CopyRelation.NEXT_BACKWARD, action.stage, input_half[-1]))
 
 
 def _pair_gathered_weights(values: StageValues) -> None:

@@ -38,7 +38,7 @@ from stagewright.lower.assembly.habit import (
     in_buckets,
 )
 from stagewright.lower.assembly.lowered_block import Allocation, Value
-from stagewright.lower.assembly.segments import ActionRows, Copy
+from stagewright.lower.assembly.segments import ActionRows, CopyRelation
 from stagewright.lower.assembly.stage_values import StageValues
 from stagewright.lower.fsdp import RootUnit, module_logits
 from stagewright.lower.kernels.extent import Extent
@@ -248,7 +248,7 @@ class PipelineCaches(Habit):
             return
         if self.holds_sent_gradients:
             for value, row in action.sent:
-                value.touches.append((Copy.NEXT_BACKWARD, action.stage, row))
+                value.touches.append((CopyRelation.NEXT_BACKWARD, action.stage, row))
         rows = action.every_microbatch
         if rows and self.ranks > 1:
             for output in _outputs(values):

@@ -69,7 +69,7 @@ class Experiment:
         chosen, pending = settings_of(values, overrides, path)
         cluster = section_of(ClusterSection, chosen, path, overrides)
         execution = section_of(Execution, chosen, path, overrides)
-        run = Run.asked(values, overrides, path)
+        run = Run.without_derived(values, overrides, path)
         if gpus_per_node is not None:
             run = filled(run, cluster, gpus_per_node)
         return cls(run.completed(pending), cluster, execution)

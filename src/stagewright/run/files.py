@@ -14,7 +14,7 @@ from stagewright.model import json as model_json
 from stagewright.model.config import ModelConfig
 from stagewright.run.sections import EXPERIMENT, SECTIONS
 from stagewright.run.sections.foreign import canonical
-from stagewright.run.sections.other_names import SAME, Pending, known, translate
+from stagewright.run.sections.other_names import SAME, Pending, is_setting_name, translate
 from stagewright.run.validation import hint_of_setting
 
 _SETTINGS_TOO = EXPERIMENT.keys() | {"model"}
@@ -147,7 +147,7 @@ def flat(values: Mapping[str, Any], path: str | Path | None = None) -> dict[str,
     for name, value in values.items():
         grouped = isinstance(value, Mapping)
         if name not in SECTIONS or (name in _SETTINGS_TOO and not grouped):
-            if grouped and not known(canonical(name)) and name not in _SETTINGS_TOO:
+            if grouped and not is_setting_name(canonical(name)) and name not in _SETTINGS_TOO:
                 for inner, setting in cast("Mapping[object, Any]", value).items():
                     _check_foreign(name, str(inner), where)
                     add(f"{name}.{inner}", setting)
@@ -159,7 +159,7 @@ def flat(values: Mapping[str, Any], path: str | Path | None = None) -> dict[str,
             raise UserError(f"{where}{name} is a section, got {shown(value)}, wanted {wanted}")
         for inner, setting in cast("Mapping[object, Any]", value or {}).items():
             foreign = f"{name}.{inner}"
-            if known(canonical(foreign)):
+            if is_setting_name(canonical(foreign)):
                 add(foreign, setting)
             else:
                 _check_section(name, str(inner), where)
@@ -169,7 +169,7 @@ def flat(values: Mapping[str, Any], path: str | Path | None = None) -> dict[str,
 
 def _check_foreign(section: str, name: str, where: str) -> None:
     """Refuse a section that neither we nor torchtitan have, and settings that we do not know."""
-    if known(canonical(f"{section}.{name}")):
+    if is_setting_name(canonical(f"{section}.{name}")):
         return
     if not any(each.startswith(f"{canonical(section)}_") for each in SAME):
         hint = did_you_mean(section, SECTIONS) or f"; known: {', '.join(SECTIONS)}"
@@ -185,7 +185,7 @@ def _check_section(section: str, name: str, where: str) -> None:
         home = "model"
     elif own in EXPERIMENT:
         home = EXPERIMENT[own].section
-    elif known(own):
+    elif is_setting_name(own):
         return
     else:
         raise UserError(f"{where}{section}: unknown setting {name!r}{hint_of_setting(name)}")

@@ -66,7 +66,7 @@ MODEL = (
         ),
         "tp={run.tp} does not divide the heads and the channels of the MLP of each layer of "
         "{model.name}, whose layers have sizes of their own; use {fit}",
-        lambda run, model: {"fit": divisors(_own_divisor(model))},
+        lambda run, model: {"fit": divisors(_common_divisor(model))},
     ),
     Refuse(
         lambda run, model: model.own_sizes and not _splits_queries(model, run.tp),
@@ -79,10 +79,10 @@ MODEL = (
 )
 
 
-def _own_divisor(model: ModelConfig) -> int:
+def _common_divisor(model: ModelConfig) -> int:
     """Greatest divisor of the heads and of the MLP's width in all layers."""
-    own = [(of.num_attention_heads or 0, of.ffn_hidden_size or 0) for of in model.own_sizes]
-    sizes = [size for pair in own for size in pair]
+    pairs = [(of.num_attention_heads or 0, of.ffn_hidden_size or 0) for of in model.own_sizes]
+    sizes = [size for pair in pairs for size in pair]
     return math.gcd(model.num_attention_heads, model.ffn_hidden_size, *sizes)
 
 
@@ -134,9 +134,6 @@ ROUTING = (
         "model's; drop either",
     ),
 )
-
-
-_Asked = Callable[[Run, ModelConfig], None]
 
 
 def checks_of_model(model: ModelConfig, whose: str = "") -> tuple[RunCheck, ...]:

@@ -12,7 +12,7 @@ from stagewright.model.config import ModelConfig
 from stagewright.run import lengths, requests
 from stagewright.run.experiment import Experiment
 from stagewright.run.sections import EXPERIMENT
-from stagewright.run.sections.declare import AXES, setting_in_words
+from stagewright.run.sections.declare import DEGREES, setting_in_words
 from stagewright.run.settings import Run
 
 
@@ -56,7 +56,7 @@ def _idle(experiment: Experiment) -> Iterator[str]:
 
 
 def _axes(experiment: Experiment) -> Iterator[str]:
-    for axis in sorted(experiment.execution.no_overlap, key=AXES.index):
+    for axis in sorted(experiment.execution.no_overlap, key=DEGREES.index):
         if getattr(experiment.run, axis) == 1:
             yield f"no_overlap={axis} does nothing with {axis}=1"
 

@@ -34,7 +34,7 @@ from stagewright.run.files import is_manifest, read_settings, settings_of
 from stagewright.run.pipeline_split import compute_split, even_split, layout_split, split_with_ends
 from stagewright.run.requests import ranks_of_text, read_prefill
 from stagewright.run.sections import EXPERIMENT, SETTINGS, Settings, frameworks
-from stagewright.run.sections.declare import AXES, setting_in_words, text_of
+from stagewright.run.sections.declare import DEGREES, setting_in_words, text_of
 from stagewright.run.sections.foreign import OTHERS
 from stagewright.run.sections.inference import PrefillRanks
 from stagewright.run.sections.other_names import Pending
@@ -52,7 +52,7 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
     """A model and how it is trained or served: settings by name, `None` where a default follows.
 
     The names are those of Megatron-LM where it has one, then vLLM's. `world_size` is tp * cp * dp *
-    pp. `sections` declares the settings.
+    pp, plus the ranks of `prefill`. `sections` declares the settings.
     """
 
     if not TYPE_CHECKING:  # type checkers and editors know the settings by name
@@ -126,26 +126,29 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
         Settings of the machine and of the execution are passed over.
         """
         _, pending = settings_of(values, overrides, path)
-        return cls.asked(values, overrides, path).completed(pending)
+        return cls.without_derived(values, overrides, path).completed(pending)
 
     @classmethod
-    def asked(
+    def without_derived(
         cls,
         values: Mapping[str, Any],
         overrides: Mapping[str, Any] | None = None,
         path: str | Path | None = None,
     ) -> Self:
-        """Like `of`, before `completed` adds what follows from all of the run."""
+        """A run without the settings that options of other tools derive; `completed` adds these."""
         try:
             if is_manifest(values):
-                values = {**values, "run": cls._asked_for(values["run"], overrides or {})}
+                values = {
+                    **values,
+                    "run": cls._settings_of_manifest(values["run"], overrides or {}),
+                }
             chosen, _ = settings_of(values, overrides, path)
             return cls._validated({k: v for k, v in chosen.items() if k not in _ELSEWHERE})
         except ValidationError as error:
             raise invalid(error, cls.model_fields, path, overrides or {}) from None
 
     @classmethod
-    def _asked_for(cls, recorded: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    def _settings_of_manifest(cls, recorded: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of a manifest without those that follow from others, or the framework."""
         values = cls._validated(recorded).unresolved().model_dump()
         if overrides.get("framework", values["framework"]) != values["framework"]:
@@ -160,7 +163,7 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
         update |= self._stages(pending.stages)
         for name, value in update.items():
             if name in pending.given and getattr(self, name) != value:
-                by = " and ".join(OTHERS[other].flag for other in pending.made_by(name))
+                by = " and ".join(OTHERS[other].flag for other in pending.options_for(name))
                 raise UserError(
                     f"{SETTINGS[name].flag} {text_of(getattr(self, name))} contradicts {by}, which "
                     f"makes it {text_of(value)}; drop either"
@@ -280,7 +283,10 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks, with those of `prefill`; ep is part of dp."""
+        """Number of ranks, with those of `prefill`.
+
+        ep is no factor: its ranks are those of tp, cp and dp.
+        """
         prefill = self.prefill_ranks
         ranks = self.tp * self.cp * self.dp * self.pp
         return ranks + (prefill.world_size if prefill else 0)
@@ -348,7 +354,9 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
         The degrees come first, then the others by name.
         """
         run = self.unresolved()
-        values = {name: getattr(run, name) for name in (*AXES, *sorted(SETTINGS.keys() - {*AXES}))}
+        values = {
+            name: getattr(run, name) for name in (*DEGREES, *sorted(SETTINGS.keys() - {*DEGREES}))
+        }
         return {
             name: value
             for name, value in values.items()

@@ -10,7 +10,7 @@ from stagewright.model.config import ModelConfig
 from stagewright.run.pipeline_split import compute_split
 from stagewright.run.rule import MOST_FLOPS, Refuse, nearest
 from stagewright.run.sections import SETTINGS
-from stagewright.run.sections.declare import AXES, text_of
+from stagewright.run.sections.declare import DEGREES, text_of
 from stagewright.run.settings import Run
 from stagewright.schedule import schedules
 
@@ -48,14 +48,14 @@ PIPELINE_SPLIT = (
     ),
 )
 
-AXES_ONCE = Refuse(
-    lambda run, model: sorted(run.order.split("-")) != sorted(AXES),
-    "order is {run.order!r}, wanted each of {axes} once, such as tp-cp-ep-dp-pp",
-    lambda run, model: {"axes": ", ".join(AXES)},
+DEGREES_ONCE = Refuse(
+    lambda run, model: sorted(run.order.split("-")) != sorted(DEGREES),
+    "order is {run.order!r}, wanted each of {degrees} once, such as tp-cp-ep-dp-pp",
+    lambda run, model: {"degrees": ", ".join(DEGREES)},
 )
 
 RANKS = (
-    AXES_ONCE,
+    DEGREES_ONCE,
     Refuse(
         lambda run, model: run.world_size > MOST_RANKS,
         "tp={run.tp} x cp={run.cp} x dp={run.dp} x pp={run.pp} makes {run.world_size} ranks, "

@@ -21,10 +21,10 @@ from stagewright.parallel.degrees import parallelization
 from stagewright.run.rule import ALL, EACH
 from stagewright.run.rules import AS_GIVEN, checks
 from stagewright.run.settings import Run
-from stagewright.run.training_rules import AXES_ONCE
+from stagewright.run.training_rules import DEGREES_ONCE
 from stagewright.schedule.schedules import check_name
 from stagewright.searching.candidates import HARDWARE, Candidates
-from stagewright.time.dispatch import Routed
+from stagewright.time.dispatch import DispatchKernels
 from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate import ep_overlap
 
@@ -84,7 +84,7 @@ def check_value(run: Run, model: ModelConfig) -> None:
     """Raise a UserError for a setting that the mode lacks, or a value that no mode allows."""
     if run.schedule is not None:
         check_name(run.schedule)
-    AXES_ONCE.check(run, model)
+    DEGREES_ONCE.check(run, model)
     for check in checks(run.mode, model):
         if check.reads == EACH:
             check.check(run.unresolved(), model)
@@ -179,7 +179,7 @@ def _check_ep_overlap(candidates: Candidates, index: int) -> None:
 
 def _check_flex_dispatcher(candidates: Candidates, index: int) -> None:
     if candidates.execution(index).moe_flex_dispatcher:
-        Routed.of(candidates.run(index).resolved(candidates.model), candidates.model)
+        DispatchKernels.of(candidates.run(index).resolved(candidates.model), candidates.model)
 
 
 def _check_precision(candidates: Candidates, index: int) -> None:

@@ -17,8 +17,7 @@ from stagewright.run.experiment import Experiment
 from stagewright.run.files import flat, is_manifest, read_settings, recorded_model
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.foreign import canonical
-from stagewright.run.sections.other_names import known as known_name
-from stagewright.run.sections.other_names import setting_of
+from stagewright.run.sections.other_names import is_setting_name, setting_of
 from stagewright.run.training_rules import MOST_RANKS
 from stagewright.searching.constraints import check_value
 from stagewright.searching.defaults import (
@@ -125,7 +124,7 @@ def _pop_zero_allowance(values: dict[str, Any]) -> bool:
 
 def _is_search_only(name: str) -> bool:
     """True for entries of a run file that only a search takes: `gpus`, and hardware specs."""
-    return name == "gpus" or ("." in name and not known_name(canonical(name)))
+    return name == "gpus" or ("." in name and not is_setting_name(canonical(name)))
 
 
 def _with_file_specs(

@@ -109,18 +109,18 @@ class _TinyStep:
         self.begin, self.end = np.zeros((2, len(self.tasks)), dtype=np.int64)
         rows = lane.issue.rows
         self.begin[rows], self.end[rows] = lane.begin, lane.end
-        self.main = np.zeros(len(self.tasks), dtype=bool)
+        self.is_kernel = np.zeros(len(self.tasks), dtype=bool)
         """Mask of tasks on the compute stream."""
-        self.main[rows] = lane.main
+        self.is_kernel[rows] = lane.is_kernel
         self.span = np.zeros(len(self.tasks))
         """Seconds from the end of the previous kernel to the end of each kernel."""
-        kernels = rows[lane.main]
+        kernels = rows[lane.is_kernel]
         self.span[kernels] = np.diff(self.end[kernels], prepend=0) * TICK
         self.seconds: Float = np.asarray((self.end - self.begin) * TICK, dtype=np.float64)
         """Duration of each task."""
         self.issued = np.zeros(len(self.tasks))
         """Seconds of all kernels that are issued before each task."""
-        self.issued[rows] = np.cumsum(np.where(lane.main, self.seconds[rows], 0.0))
+        self.issued[rows] = np.cumsum(np.where(lane.is_kernel, self.seconds[rows], 0.0))
         phase, in_block = self.tasks.phase, self.block >= 0
         self.forward = in_block & (phase == FORWARD_PHASE)
         """Mask of tasks of blocks in forward passes."""
@@ -173,7 +173,7 @@ def _pass_costs(tiny: _TinyStep) -> dict[str, Float]:
     tasks = tiny.tasks
     forward = tiny.forward & (tasks.microbatch == 1)
     backward = tiny.backward & (tasks.microbatch == 0)
-    main, over_ep = tiny.main, _communicates_over(tiny, "ep")
+    is_kernel, over_ep = tiny.is_kernel, _communicates_over(tiny, "ep")
     energy = np.zeros(len(tasks))
     kernels = np.flatnonzero((tasks.kind == TaskKind.COMPUTE) & (tiny.end > tiny.begin))
     hardware = tiny.step.machine.hardware
@@ -185,14 +185,14 @@ def _pass_costs(tiny: _TinyStep) -> dict[str, Float]:
     return {
         "F": _forward_spans(tiny),
         "B": tiny.spans(backward),
-        "F kernels": total(forward & main, tiny.seconds),
-        "B kernels": total(backward & main, tiny.seconds),
+        "F kernels": total(forward & is_kernel, tiny.seconds),
+        "B kernels": total(backward & is_kernel, tiny.seconds),
         "F experts": total(forward & over_ep, tiny.seconds),
         "B experts": total(backward & over_ep, tiny.seconds),
         "F host": total(forward, tiny.launches),
         "B host": total(backward, tiny.launches),
         "F waits": total(forward, tiny.waits),
-        "energy over TDP": total((forward | backward) & main, energy),
+        "energy over TDP": total((forward | backward) & is_kernel, energy),
     }
 
 
@@ -213,7 +213,7 @@ def _halves_and_overlap(tiny: _TinyStep, costs: Mapping[str, Float]) -> dict[str
     most as long as both in turn. The share is 0 at the former and 1 at the latter.
     """
     microbatch = tiny.tasks.microbatch
-    weights = _weight_half(tiny, tiny.backward & tiny.main & (microbatch == 1))
+    weights = _weight_half(tiny, tiny.backward & tiny.is_kernel & (microbatch == 1))
     both = (tiny.forward & (microbatch == 3)) | (tiny.backward & (microbatch == 2))
     num_blocks = np.bincount(tiny.kinds, minlength=tiny.num_kinds)
     of_forward, of_backward = (float(costs[name] @ num_blocks) for name in "FB")
@@ -273,7 +273,9 @@ def _state_costs(tiny: _TinyStep) -> dict[str, Float]:
     for name in _STATE_CATEGORIES:
         rows = (category == CATEGORIES.index(name)) & (block >= 0)
         costs[name] = tiny.mean_of_kind(block[rows], values.size[value[rows]].astype(np.float64))
-    updates = tiny.main | (tasks.kind == TaskKind.STORE)  # stores offload to the host's optimizer
+    updates = tiny.is_kernel | (
+        tasks.kind == TaskKind.STORE
+    )  # stores offload to the host's optimizer
     updates &= (tiny.block >= 0) & (tasks.phase == OPTIMIZER_PHASE)
     costs["optimizer seconds"] = tiny.mean_of_kind(tiny.block[updates], tiny.seconds[updates])
     return costs
@@ -303,7 +305,7 @@ def _dp_bytes(tiny: _TinyStep) -> dict[str, Float]:
             costs[f"{weights} {use}"] += tiny.mean_of_kind(tiny.block[rows], sizes)
             if use == "reduce":
                 np.maximum.at(issued[weights], tiny.block[rows], tiny.issued[rows])
-    backward = tiny.backward & tiny.main & (tasks.microbatch == 1)
+    backward = tiny.backward & tiny.is_kernel & (tasks.microbatch == 1)
     of_block = _sums(tiny.block[backward], tiny.seconds[backward], len(tiny.kinds))
     apart = (issued["dense"] - issued["expert"]) / np.where(of_block > 0, of_block, 1.0)
     apart = np.where(issued["expert"] > 0, apart, 0.0)

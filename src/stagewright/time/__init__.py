@@ -16,9 +16,9 @@ fitted to measured kernels. `durations.task_seconds` asks for the seconds of eac
   crosses (`collectives.message_seconds`).
 - A measured duration in a file of the user replaces any of these (`measured`).
 
-Two modules change isolated durations because of what runs at the same time: `tp_overlap` hides
-collectives of tensor parallelism behind their products, `engines` knows what serving engines fuse
-and overlap. The package `simulate` puts the durations into streams and gives the time of a step.
-From that follow power and energy (`power`) and US dollars (`ownership`). `astra_sim` describes the
-same machine to another simulator.
+Three modules change isolated durations because of what runs at the same time: `dispatch` slows
+kernels down while tokens are sent, `tp_overlap` hides collectives of tensor parallelism behind
+their products, `engines` knows what serving engines fuse and overlap. The package `simulate` puts
+the durations into streams and gives the time of a step. From that follow power and energy (`power`)
+and US dollars (`ownership`). `astra_sim` describes the same machine to another simulator.
 """

@@ -91,7 +91,7 @@ class AstraSim:
         size = np.array([8192.0])
         seconds = gemm_seconds(
             size / size, size, size, size,
-            traffic=3 * size * size * 2, dtype=precision, on=hardware.sustained(),
+            traffic=3 * size * size * 2, dtype=precision, hardware=hardware.sustained(),
         )  # fmt: skip
         flops = float(2 * size[0] ** 3 / seconds[0])
         system = cls(

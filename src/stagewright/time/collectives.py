@@ -27,24 +27,24 @@ Amount = TypeVar("Amount", float, Float)
 """Bytes or seconds of one collective, or an array of many at one placement."""
 
 
-def collective_seconds(op: str, local_bytes: Amount, group: Placement, machine: Machine) -> Amount:
-    """Seconds of a collective by the fastest algorithm; `local_bytes` as `Tasks.comm_bytes`."""
-    options = seconds_by_algorithm(op, local_bytes, group, machine)
+def collective_seconds(op: str, comm_bytes: Amount, group: Placement, machine: Machine) -> Amount:
+    """Seconds of a collective by the fastest algorithm; `comm_bytes`: `Tasks.comm_bytes`."""
+    options = seconds_by_algorithm(op, comm_bytes, group, machine)
     if not options:
-        return local_bytes * 0.0
-    return _minimum(options.values()) * (local_bytes != 0)  # pyright: ignore[reportReturnType]
+        return comm_bytes * 0.0
+    return _minimum(options.values()) * (comm_bytes != 0)  # pyright: ignore[reportReturnType]
 
 
 def seconds_by_algorithm(
-    op: str, local_bytes: Amount, group: Placement, machine: Machine
+    op: str, comm_bytes: Amount, group: Placement, machine: Machine
 ) -> dict[str, Amount]:
-    """Seconds by each applicable algorithm: by the machine's, if it supports the collective.
+    """Seconds by algorithm: only the machine's where it applies, else all that do.
 
     Empty where a group of one rank exchanges nothing.
     """
     if group.ranks < 2:
         return {}
-    total = local_bytes * (group.ranks if op == "all_gather" else 1.0)
+    total = comm_bytes * (group.ranks if op == "all_gather" else 1.0)
     uses = tiers_used(group, machine)
     # NCCL's algorithms are ring, tree, CollNet, NVLS and PAT (src/include/nccl_tuner.h), and RCCL
     # has fewer: none goes tier after tier.
@@ -61,7 +61,7 @@ def seconds_by_algorithm(
     fit = machine.direct_all_reduce
     if op == "all_reduce" and fit and len(uses) == 1 and group.counts[0] == group.ranks:
         link = machine.hardware.scale_up.bandwidth_gb_s * uses[0].share
-        options["direct"] = direct_all_reduce(total, group.ranks, link, fit)
+        options["one_kernel"] = direct_all_reduce(total, group.ranks, link, fit)
     return options
 
 
@@ -118,7 +118,7 @@ class TierUse(NamedTuple):
     """Torus: rings of the group."""
 
     @property
-    def around(self) -> int:
+    def ring_steps(self) -> int:
         """Number of steps through all positions, ring after ring in a torus."""
         return sum(ring.size - 1 for ring in self.rings) or self.positions - 1
 
@@ -172,7 +172,7 @@ def _ring(op: str, total: Amount, uses: list[TierUse], size: MessageSize) -> Amo
     ranks = uses[0].ranks
     rate = min(use.tier.rate(size) * use.share * use.senders(op) for use in uses)
     hops = sum(
-        use.tier.hop_us * use.around * (ranks // (use.below * use.positions)) for use in uses
+        use.tier.hop_us * use.ring_steps * (ranks // (use.below * use.positions)) for use in uses
     )
     outer = uses[-1]
     if outer.level and outer.below > 1:
@@ -190,7 +190,7 @@ def _tree(op: str, total: Amount, uses: list[TierUse], size: MessageSize) -> Amo
         return None
     rate = min(use.tier.rate(size) * use.share * use.senders(op) for use in uses)
     hops = sum(
-        use.tier.hop_us * (math.ceil(math.log2(use.positions)) if use.level else use.around)
+        use.tier.hop_us * (math.ceil(math.log2(use.positions)) if use.level else use.ring_steps)
         for use in uses
     )
     start = max(use.tier.start(size) for use in uses)
@@ -205,7 +205,7 @@ def _hierarchical(op: str, total: Amount, uses: list[TierUse], size: MessageSize
     part = 1.0 * total
     for use in uses:
         moved = part * (use.positions - 1) / use.positions
-        transfer = use.tier.hop_us * 1e-6 * use.around
+        transfer = use.tier.hop_us * 1e-6 * use.ring_steps
         parts_per_sender = use.below / use.senders(op)
         transfer = transfer + parts_per_sender * moved / (use.tier.rate(size) * use.share)
         seconds = seconds + (use.tier.start(size) + PASSES[op] * transfer)

@@ -9,7 +9,7 @@ kernels, which send each copy straight to its expert and can be part of a CUDA g
 >>> from stagewright.time.network import placements
 >>> machine = Machine.of(resolve("h100-sxm"), gpus=64)
 >>> (group,) = placements(machine, np.arange(64).reshape(1, -1))
->>> deepseek = Routed(experts=256, top_k=8, groups=8, top_groups=4)
+>>> deepseek = DispatchKernels(experts=256, top_k=8, groups=8, top_groups=4)
 >>> size = 4096 * 8 * 7168 * 2  # copies of 4096 tokens in bf16
 >>> 4e-3 < dispatch_seconds(size, group, machine, deepseek) < 4.7e-3  # HybridEP: 4.6 ms measured
 True
@@ -50,8 +50,8 @@ MULTIPROCESSORS = 16
 Megatron-LM's moe_hybridep_num_sms; DeepEP takes 20 there (moe_deepep_num_sms)."""
 
 
-class Routed(NamedTuple):
-    """Number of experts per token, and the kernels that dispatch tokens."""
+class DispatchKernels(NamedTuple):
+    """Kernels that dispatch tokens, and the routing that they serve."""
 
     experts: int
     top_k: int
@@ -61,14 +61,14 @@ class Routed(NamedTuple):
     """Groups that the experts of a token may be in (DeepSeek-V3's node-limited routing)."""
     low_latency: bool = False
     """Ranks that decode send by low-latency kernels."""
-    hidden: bool = False
+    overlapped: bool = False
     """Dispatches overlap with kernels of another microbatch, and take multiprocessors from them."""
     gathered: bool = False
     """Every rank gathers the tokens of all, and results are summed and scattered."""
 
     @classmethod
-    def of(cls, run: Run, model: ModelConfig, *, hidden: bool = False) -> Routed:
-        """The routing of a run; UserError where no all-to-all sends tokens."""
+    def of(cls, run: Run, model: ModelConfig, *, overlapped: bool = False) -> DispatchKernels:
+        """Kernels for the routing of a run; UserError where no all-to-all sends tokens."""
         prefill = run.prefill_ranks
         if max(run.ep, prefill.ep if prefill else 1) == 1:
             raise UserError("moe_flex_dispatcher needs experts on several ranks; ep is 1")
@@ -83,12 +83,12 @@ class Routed(NamedTuple):
             model.num_expert_groups,
             model.topk_groups,
             low_latency=run.mode == "decode",
-            hidden=hidden,
+            overlapped=overlapped,
         )
 
     @classmethod
-    def in_engine(cls, run: Run, model: ModelConfig, engine: str | None) -> Routed | None:
-        """Dispatch of an engine with attention data parallelism; None: a copy per expert.
+    def in_engine(cls, run: Run, model: ModelConfig, engine: str | None) -> DispatchKernels | None:
+        """Kernels of an engine with attention data parallelism; None: a copy per expert.
 
         By default engines gather them: vLLM's `all2all_backend` is `allgather_reducescatter`
         (vllm/config/parallel.py), and SGLang's `moe_a2a_backend` is `none`. TensorRT-LLM gathers
@@ -118,29 +118,29 @@ def exchanges_tokens(program: Program, tasks: Tasks) -> Bool:
     )
 
 
-def sent_with_tokens(tasks: Tasks, exchanges: Bool, *, by_batch: bool) -> Bool:
+def sent_with_tokens(tasks: Tasks, token_exchanges: Bool, *, by_batch: bool) -> Bool:
     """Mask of exchanges of gates, one number per row, which dispatchers send with the tokens.
 
-    `exchanges`: mask of all-to-alls among experts. `by_batch`: batches of a served step differ in
-    size, as microbatches of training do not.
+    `token_exchanges`: mask of all-to-alls among experts. `by_batch`: batches of a served step
+    differ in size, as microbatches of training do not.
     """
     batch = np.where(tasks.microbatch < 0, -1, tasks.microbatch if by_batch else 0)
     largest = np.zeros(int(batch.max(initial=-1)) + 2, dtype=np.int64)  # the last: once per step
-    np.maximum.at(largest, batch[exchanges], tasks.comm_bytes[exchanges])
-    return exchanges & (16 * tasks.comm_bytes <= largest[batch])
+    np.maximum.at(largest, batch[token_exchanges], tasks.comm_bytes[token_exchanges])
+    return token_exchanges & (16 * tasks.comm_bytes <= largest[batch])
 
 
-def destinations(routed: Routed, parts: int) -> float:
+def destinations(dispatch: DispatchKernels, parts: int) -> float:
     """Mean number of destinations of a token among `parts` with equally many experts.
 
     The token's experts are different, and all equally likely.
 
-    >>> round(destinations(Routed(256, 8), 8), 2)  # of the 8 ranks of a node
+    >>> round(destinations(DispatchKernels(256, 8), 8), 2)  # of the 8 ranks of a node
     5.29
-    >>> round(destinations(Routed(256, 8, 8, 4), 8), 2)  # of 8 nodes, each with a group of experts
+    >>> round(destinations(DispatchKernels(256, 8, 8, 4), 8), 2)  # of 8 nodes, a group each
     3.63
     """
-    experts, top_k, groups, top_groups = routed[:4]
+    experts, top_k, groups, top_groups = dispatch[:4]
     per_part, per_group = experts // parts, experts // groups
     if experts % groups or (per_part % per_group and per_group % per_part):
         groups = top_groups = 1
@@ -162,51 +162,55 @@ def destinations(routed: Routed, parts: int) -> float:
     return parts * hits / math.comb(groups, top_groups)
 
 
-def dispatch_seconds(local_bytes: int, group: Placement, machine: Machine, routed: Routed) -> float:
+def dispatch_seconds(
+    comm_bytes: int, group: Placement, machine: Machine, dispatch: DispatchKernels
+) -> float:
     """Seconds of a dispatch; the combine of as many bytes takes as long.
 
-    One copy of a token goes to each node and is forwarded there, overlapped. `local_bytes` count
+    One copy of a token goes to each node and is forwarded there, overlapped. `comm_bytes` count
     one copy for each of the token's experts.
     """
-    if group.ranks < 2 or not local_bytes:
+    if group.ranks < 2 or not comm_bytes:
         return 0.0
-    size = float(local_bytes)
-    if routed.gathered:
-        return collective_seconds("all_gather", size / routed.top_k, group, machine)
+    size = float(comm_bytes)
+    if dispatch.gathered:
+        return collective_seconds("all_gather", size / dispatch.top_k, group, machine)
     uses = tiers_used(group, machine)
-    if routed.low_latency:
+    if dispatch.low_latency:
         start = LOW_LATENCY_START_US
     else:
         # Such kernels send by themselves, without NCCL's protocols.
         start = max(use.tier.latency_us + use.tier.hop_us for use in uses)
     links = machine.tiers[0]
-    times = (_tier_seconds(size, use, routed, inside=use.tier is links) for use in uses)
+    times = (_tier_seconds(size, use, dispatch, inside=use.tier is links) for use in uses)
     return start * 1e-6 + max(times)
 
 
-def _tier_seconds(local_bytes: float, use: TierUse, routed: Routed, *, inside: bool) -> float:
+def _tier_seconds(
+    comm_bytes: float, use: TierUse, dispatch: DispatchKernels, *, inside: bool
+) -> float:
     """Seconds of a dispatch in one tier; `inside`: the links within a node.
 
     A copy of each token goes to each block with experts for it, or, by low-latency kernels, to each
     of its experts.
     """
-    if routed.low_latency:
-        sent = local_bytes * (use.ranks - use.below) / use.ranks
+    if dispatch.low_latency:
+        sent = comm_bytes * (use.ranks - use.below) / use.ranks
         share = LOW_LATENCY_LINKS if inside else LOW_LATENCY_NETWORK
     else:
-        copies = destinations(routed, use.ranks // use.below)
+        copies = destinations(dispatch, use.ranks // use.below)
         if not inside:
             copies *= 1 - 1 / use.positions  # what stays in a block does not travel
-        sent = local_bytes / routed.top_k * copies
+        sent = comm_bytes / dispatch.top_k * copies
         share = LINKS if inside else NETWORK
     rate = use.tier.rate(MessageSize.LARGE) * use.share * share
     return sent * detour(use) / rate
 
 
-def slowdown_beside(
+def slowdown_by_dispatch(
     kernels: Float,
     dispatches: Float,
-    on: Hardware,
+    hardware: Hardware,
     *,
     kernel_copies: Int | None = None,
     dispatch_copies: Int | None = None,
@@ -220,7 +224,7 @@ def slowdown_beside(
     busy = _total(kernels, kernel_copies)
     if busy == 0:
         return 1.0
-    lost = _total(dispatches, dispatch_copies) * MULTIPROCESSORS / on.compute_units
+    lost = _total(dispatches, dispatch_copies) * MULTIPROCESSORS / hardware.compute_units
     return 1 + lost / busy
 
 

@@ -1,4 +1,4 @@
-"""Durations of the tasks of a program on a machine, each in isolation.
+"""Durations of the tasks of a program on a machine.
 
 >>> import stagewright as sw
 >>> from stagewright.time.hardware import resolve
@@ -27,12 +27,12 @@ from stagewright.program.columns import (
 )
 from stagewright.time.collectives import collective_seconds, message_seconds
 from stagewright.time.dispatch import (
-    Routed,
+    DispatchKernels,
     dispatch_seconds,
     exchanges_tokens,
     is_expert_communicator,
     sent_with_tokens,
-    slowdown_beside,
+    slowdown_by_dispatch,
 )
 from stagewright.time.expert_kernels import (
     bias_seconds,
@@ -52,22 +52,23 @@ def task_seconds(
     machine: Machine,
     *,
     tp_comm_overlap: bool = False,
-    routed: Routed | None = None,
+    dispatch: DispatchKernels | None = None,
 ) -> list[Float]:
-    """Seconds of each row of the actions of each rank class, in isolation.
+    """Seconds of each row of the actions of each rank class.
 
+    They are those in isolation, unless `tp_comm_overlap` or overlapped dispatches change them.
     A collective takes as long as in the slowest group of the class; SEND and RECV both carry the
     duration of the message. With `tp_comm_overlap`, TP collectives are split into chunks and count
-    only the part that the adjacent GEMMs do not hide (`tp_overlap`). With `routed`, a token is
-    sent once to each rank that has experts for it (`dispatch`). Raises UserError where the program
-    and the machine differ in their number of GPUs.
+    only the part that the adjacent GEMMs do not hide (`tp_overlap`). With `dispatch`, a token is
+    sent once to each rank that has experts for it (`time.dispatch`). Raises UserError where the
+    program and the machine differ in their number of GPUs.
     """
     if program.mesh.world_size != machine.gpus:
         raise UserError(
             f"the program is for {program.mesh.world_size} ranks and the machine has "
             f"{machine.gpus} GPUs; make them equal"
         )
-    timer = _Timer(program, machine, routed)
+    timer = _Timer(program, machine, dispatch)
     seconds = [timer.seconds(rank_class) for rank_class in program.classes]
     if not tp_comm_overlap:
         return seconds
@@ -80,25 +81,27 @@ def task_seconds(
 class _Timer:
     """Durations of a program's tasks; what rank classes share is timed once."""
 
-    def __init__(self, program: Program, machine: Machine, routed: Routed | None) -> None:
-        self.program, self.machine, self.routed = program, machine, routed
-        self._kernels: dict[tuple[int, Routed | None], Float] = {}
-        self._placed: dict[int, tuple[list[Placement], Int]] = {}
-        self._exchanges: dict[tuple[str, int, Placement, Routed | None], float] = {}
+    def __init__(
+        self, program: Program, machine: Machine, dispatch: DispatchKernels | None
+    ) -> None:
+        self.program, self.machine, self.dispatch = program, machine, dispatch
+        self._kernels: dict[tuple[int, DispatchKernels | None], Float] = {}
+        self._placements_by_slot: dict[int, tuple[list[Placement], Int]] = {}
+        self._collectives: dict[tuple[str, int, Placement, DispatchKernels | None], float] = {}
 
     def seconds(self, rank_class: RankClass) -> Float:
         """Seconds of the rows of the actions of a class."""
         tasks = rank_class.work.actions.tasks
-        routed = self._routed_of(rank_class)
-        key = id(tasks), routed
+        dispatch = self._dispatch_of(rank_class)
+        key = id(tasks), dispatch
         if key not in self._kernels:
-            self._kernels[key] = self._kernel_seconds(tasks, routed)
+            self._kernels[key] = self._kernel_seconds(tasks, dispatch)
         seconds = self._kernels[key].copy()
 
-        exchanges = exchanges_tokens(self.program, tasks)
-        self._set_collectives(seconds, rank_class, exchanges, routed)
-        if routed and routed.hidden:
-            _slow_down_beside_dispatch(seconds, rank_class, exchanges, self.machine.hardware)
+        token_exchanges = exchanges_tokens(self.program, tasks)
+        self._set_collectives(seconds, rank_class, token_exchanges, dispatch)
+        if dispatch and dispatch.overlapped:
+            _slow_down_by_dispatch(seconds, rank_class, token_exchanges, self.machine.hardware)
 
         on_host = (tasks.kind == TaskKind.LOAD) | (tasks.kind == TaskKind.STORE)
         to_host = self.machine.hardware.host_bandwidth_gb_s * 1e9
@@ -109,14 +112,14 @@ class _Timer:
             seconds = np.where(tasks.duration > 0, tasks.duration * 1e-9, seconds)
         return seconds
 
-    def _routed_of(self, rank_class: RankClass) -> Routed | None:
-        """Dispatch of the ranks of a class: those that prefill send large messages."""
-        routed, mesh = self.routed, self.program.mesh
-        if routed and isinstance(mesh, Meshes) and rank_class.ranks[0] < mesh.parts[0].world_size:
-            return routed._replace(low_latency=False)
-        return routed
+    def _dispatch_of(self, rank_class: RankClass) -> DispatchKernels | None:
+        """Kernels of dispatch of a class: ranks that prefill send large messages."""
+        dispatch, mesh = self.dispatch, self.program.mesh
+        if dispatch and isinstance(mesh, Meshes) and rank_class.ranks[0] < mesh.parts[0].world_size:
+            return dispatch._replace(low_latency=False)
+        return dispatch
 
-    def _kernel_seconds(self, tasks: Tasks, routed: Routed | None) -> Float:
+    def _kernel_seconds(self, tasks: Tasks, dispatch: DispatchKernels | None) -> Float:
         """Seconds of kernels, 0 for other tasks: equal for all classes with these actions."""
         hardware = self.machine.hardware
         seconds = np.zeros(len(tasks))
@@ -129,7 +132,7 @@ class _Timer:
         if trains(tasks):
             seconds[within_products(tasks)] = 0.0
             seconds += bias_seconds(tasks, hardware)
-            if not routed:
+            if not dispatch:
                 seconds += self._copying_seconds(tasks)
         return seconds
 
@@ -144,12 +147,16 @@ class _Timer:
         return copying_seconds(tasks, ranks, width, self.machine.hardware)
 
     def _set_collectives(
-        self, seconds: Float, rank_class: RankClass, exchanges: Bool, routed: Routed | None
+        self,
+        seconds: Float,
+        rank_class: RankClass,
+        token_exchanges: Bool,
+        dispatch: DispatchKernels | None,
     ) -> None:
         """Set the seconds of collectives: of the slowest group with ranks of the class."""
         tasks = rank_class.work.actions.tasks
         is_collective = tasks.kind == TaskKind.COLLECTIVE
-        with_tokens = sent_with_tokens(tasks, exchanges, by_batch=not trains(tasks))
+        with_tokens = sent_with_tokens(tasks, token_exchanges, by_batch=not trains(tasks))
         columns = (tasks.collective, tasks.slot, tasks.comm_bytes, with_tokens.astype(np.int8))
         rows, inverse = _distinct(columns, is_collective)
         slots = sorted_values(tasks.slot[is_collective]).tolist()
@@ -158,33 +165,35 @@ class _Timer:
 
         def slowest(row: int) -> float:
             op, slot = COLLECTIVES[int(tasks.collective[row])], int(tasks.slot[row])
-            dispatch = routed if op == "all_to_all" and slot in experts else None
-            if dispatch and with_tokens[row]:
+            by_dispatch = dispatch if op == "all_to_all" and slot in experts else None
+            if by_dispatch and with_tokens[row]:
                 return 0.0
             size = int(tasks.comm_bytes[row])
             # Shared actions of other ranks may use groups that the class is not in.
-            times = (self._exchange_seconds(op, size, group, dispatch) for group in groups[slot])
+            times = [self._collective_seconds(op, size, g, by_dispatch) for g in groups[slot]]
             return max(times, default=0.0)
 
         if len(rows):
             seconds[is_collective] = np.array([slowest(row) for row in rows.tolist()])[inverse]
 
-    def _exchange_seconds(
-        self, op: str, size: int, group: Placement, dispatch: Routed | None
+    def _collective_seconds(
+        self, op: str, size: int, group: Placement, dispatch: DispatchKernels | None
     ) -> float:
         key = op, size, group, dispatch
-        if key not in self._exchanges:
+        if key not in self._collectives:
             if dispatch is None:
-                self._exchanges[key] = collective_seconds(op, size, group, self.machine)
+                self._collectives[key] = collective_seconds(op, size, group, self.machine)
             else:
-                self._exchanges[key] = dispatch_seconds(size, group, self.machine, dispatch)
-        return self._exchanges[key]
+                self._collectives[key] = dispatch_seconds(size, group, self.machine, dispatch)
+        return self._collectives[key]
 
     def _placements(self, slot: int, rank_class: RankClass) -> list[Placement]:
         """Placements of the groups of communicator `slot` with members in a rank class."""
-        if slot not in self._placed:
-            self._placed[slot] = placements_by_rank(self.machine, self.program.group_of(slot))
-        distinct, index_of_rank = self._placed[slot]
+        if slot not in self._placements_by_slot:
+            self._placements_by_slot[slot] = placements_by_rank(
+                self.machine, self.program.group_of(slot)
+            )
+        distinct, index_of_rank = self._placements_by_slot[slot]
         indices = index_of_rank[rank_class.ranks]
         return [distinct[index] for index in sorted_values(indices[indices >= 0]).tolist()]
 
@@ -226,8 +235,8 @@ def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> 
     return seconds
 
 
-def _slow_down_beside_dispatch(
-    seconds: Float, rank_class: RankClass, exchanges: Bool, hardware: Hardware
+def _slow_down_by_dispatch(
+    seconds: Float, rank_class: RankClass, token_exchanges: Bool, hardware: Hardware
 ) -> None:
     """Slow down the kernels of a step whose dispatches run at the same time."""
     actions = rank_class.work.actions
@@ -235,9 +244,9 @@ def _slow_down_beside_dispatch(
     copies = np.bincount(rank_class.work.order.action, minlength=len(actions.begin) - 1)
     row_copies = np.repeat(copies, np.diff(actions.begin))
     overlapped = (tasks.kind == TaskKind.COMPUTE) & (tasks.microbatch >= 0)
-    seconds[overlapped] *= slowdown_beside(
-        seconds[overlapped], seconds[exchanges], hardware,
-        kernel_copies=row_copies[overlapped], dispatch_copies=row_copies[exchanges],
+    seconds[overlapped] *= slowdown_by_dispatch(
+        seconds[overlapped], seconds[token_exchanges], hardware,
+        kernel_copies=row_copies[overlapped], dispatch_copies=row_copies[token_exchanges],
     )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ from stagewright.run.settings import Run
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine
 from stagewright.time.roofline import (
-    DecodingBesidePrompts,
+    DecodeInPromptKernel,
     Kernels,
     bytes_per_second,
     kernels_seconds,
@@ -72,41 +72,46 @@ def served_machine(run: Run, model: ModelConfig, machine: Machine, engine: str |
 
 
 def engine_seconds(
-    tasks: Tasks, isolated: Float, run: Run, model: ModelConfig, engine: str | None, on: Hardware
+    tasks: Tasks,
+    isolated: Float,
+    run: Run,
+    model: ModelConfig,
+    engine: str | None,
+    hardware: Hardware,
 ) -> Float:
     """Durations of a rank's tasks in an engine, given isolated ones; of training, these.
 
-    `engine`: as `Execution.serving_engine`; None: what all engines do. `on`: hardware of
+    `engine`: as `Execution.serving_engine`; None: what all engines do. `hardware`: hardware of
     `served_machine`.
     """
     if run.mode == "train":
         return isolated
-    seconds = with_mixed_attention(tasks, isolated, run, model, on)
+    seconds = with_mixed_attention(tasks, isolated, run, model, hardware)
     blocks = in_blocks(run, model)
-    seconds = without_fused_launches(tasks, seconds, engine, on, blocks=blocks)
-    return with_shared_expert_stream(tasks, seconds, on) if run.mode == "decode" else seconds
+    seconds = without_fused_launches(tasks, seconds, engine, hardware, blocks=blocks)
+    return with_shared_expert_stream(tasks, seconds, hardware) if run.mode == "decode" else seconds
 
 
 # ---- attention of mixed batches ------------------------------------------------------------------
 
 
-def has_mixed_attention(model: ModelConfig, on: Hardware) -> bool:
+def has_mixed_attention(model: ModelConfig, hardware: Hardware) -> bool:
     """True if one kernel computes prompts and decoding requests, in the tiles of prompts.
 
     Latent attention and layers with windows or states are other kernels.
     """
-    fit = on.inference.mixed_attention if on.inference else None
+    fit = hardware.inference.mixed_attention if hardware.inference else None
     is_standard = not model.kv_lora_rank and model.state_space is None
     return fit is not None and is_standard and [*model.reaches] == [Reach()]
 
 
-def decoding_beside_prompts(
-    sizes: Mapping[str, float], on: Hardware
-) -> DecodingBesidePrompts | None:
-    """Model of decoding requests in an attention kernel with prompts, by its extents."""
+def decode_in_prompt_kernel(
+    sizes: Mapping[str, float], hardware: Hardware
+) -> DecodeInPromptKernel | None:
+    """Model of decoding requests in an attention kernel of prompts, by its extents."""
     width = sizes["d"] + sizes.get("v", sizes["d"])
     sharing = sizes.get("r", sizes.get("a", 1.0))
-    return DecodingBesidePrompts.of(on, math.prod(served_heads(sizes)), sharing, width)
+    return DecodeInPromptKernel.of(hardware, math.prod(served_heads(sizes)), sharing, width)
 
 
 class _Decoding(NamedTuple):
@@ -121,10 +126,10 @@ class _Decoding(NamedTuple):
 
 
 def with_mixed_attention(
-    tasks: Tasks, seconds: Float, run: Run, model: ModelConfig, on: Hardware
+    tasks: Tasks, seconds: Float, run: Run, model: ModelConfig, hardware: Hardware
 ) -> Float:
     """Durations of a served step's tasks, with attention of prompts and decoding requests fused."""
-    if run.mode != "decode" or not has_mixed_attention(model, on):
+    if run.mode != "decode" or not has_mixed_attention(model, hardware):
         return seconds
     new_tokens = 1 + run.num_speculative_tokens
     batches = {
@@ -134,15 +139,18 @@ def with_mixed_attention(
     }
     if not batches:
         return seconds
-    assert on.inference is not None
-    launch = on.inference.cached_attention.launch_us * 1e-6
+    assert hardware.inference is not None
+    launch = hardware.inference.cached_attention.launch_us * 1e-6
     cached = (Timing.CACHED_ATTENTION, Timing.SERVED_ATTENTION)
     attention = shape_mask(tasks, lambda shape: timing_of(shape.kernel) in cached)
     result = seconds.copy()
     for row in np.flatnonzero(attention).tolist():
         shape = tasks.shapes[int(tasks.shape[row])]
         sizes = shape.sizes()
-        batch, decoding = batches.get((sizes["q"], sizes["k"])), decoding_beside_prompts(sizes, on)
+        batch, decoding = (
+            batches.get((sizes["q"], sizes["k"])),
+            decode_in_prompt_kernel(sizes, hardware),
+        )
         if batch is None or decoding is None:
             continue
         if not batch.prompts:
@@ -156,7 +164,7 @@ def with_mixed_attention(
         traffic = np.array([float(tasks.traffic[row])]) - 2 * width * moved
         dtype = tasks.dtypes[int(tasks.dtype[row])]
         prompts = Kernels(extents, flops, traffic, dtype, np.zeros(1, dtype=bool))
-        prompt_seconds = float(kernels_seconds(shape.kernel, prompts, on.sustained())[0])
+        prompt_seconds = float(kernels_seconds(shape.kernel, prompts, hardware.sustained())[0])
         queries = (sizes["q"] - batch.tokens) / batch.prompts
         result[row] = prompt_seconds + decoding(batch.requests, batch.keys, queries)
     return result
@@ -186,13 +194,13 @@ def _decoding_by_batch(run: Run) -> dict[tuple[int, int], _Decoding]:
 
 
 def without_fused_launches(
-    tasks: Tasks, seconds: Float, engine: str | None, on: Hardware, *, blocks: bool = False
+    tasks: Tasks, seconds: Float, engine: str | None, hardware: Hardware, *, blocks: bool = False
 ) -> Float:
     """Durations of a served step's tasks, in which fused kernels are not launched.
 
     `blocks`: products in fp8 are of weights that are scaled by blocks; their rows contain the cast.
     """
-    if on.inference is None:
+    if hardware.inference is None:
         return seconds
     mask = partial(op_mask, tasks)
     writes = mask(lambda ops: "cache" in ops and ops <= {"bias", "norm", "rope", "cache"})
@@ -200,7 +208,7 @@ def without_fused_launches(
     sums = mask(lambda ops: "add" in ops and ops <= {"bias", "add"})
     norms = mask(lambda ops: "norm" in ops and ops <= {"bias", "add", "norm", "cast"})
     fused = writes | casts | (sums & _before(tasks, norms))
-    launch = on.kernel_launch_us * 1e-6
+    launch = hardware.kernel_launch_us * 1e-6
     if engine == "trtllm":
         fused |= mask(lambda ops: "rope" in ops and ops <= {"bias", "rope"})
         after_all_reduce = (sums | norms) & _after_all_reduce(tasks, sums)
@@ -237,7 +245,7 @@ def _after_all_reduce(tasks: Tasks, sums: Bool) -> Bool:
 # ---- shared experts ------------------------------------------------------------------------------
 
 
-def with_shared_expert_stream(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
+def with_shared_expert_stream(tasks: Tasks, seconds: Float, hardware: Hardware) -> Float:
     """Durations of a decode step's tasks, with shared experts on a separate stream.
 
     The program keeps one stream of kernels; the shared kernels keep the part of their time that the
@@ -277,7 +285,7 @@ def with_shared_expert_stream(tasks: Tasks, seconds: Float, on: Hardware) -> Flo
         return np.bincount(block[mask], values[mask], count).astype(float)
 
     shared, routed_seconds = total(seconds, is_shared), total(seconds, is_routed)
-    memory_seconds = total(tasks.traffic.astype(float), candidates) / bytes_per_second(on)
+    memory_seconds = total(tasks.traffic.astype(float), candidates) / bytes_per_second(hardware)
     exposed = np.clip(np.maximum(shared, memory_seconds) - routed_seconds, 0.0, shared)
     exposed_share = np.divide(exposed, shared, out=np.ones_like(shared), where=shared > 0)
     return np.where(is_shared, seconds * exposed_share[block], seconds)

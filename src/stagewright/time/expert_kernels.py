@@ -39,7 +39,7 @@ _WEIGHS = {"weigh", "weigh_bwd"}
 _COPIES = (Timing.TO_EXPERTS, Timing.FROM_EXPERTS)
 
 
-def copying_seconds(tasks: Tasks, ranks: int, width: int, on: Hardware) -> Float:
+def copying_seconds(tasks: Tasks, ranks: int, width: int, hardware: Hardware) -> Float:
     """Seconds of each task for copies of rows between an all-to-all and the experts.
 
     `ranks` share the experts, and `width` ranks share each one: these gather its rows. The time is
@@ -54,9 +54,9 @@ def copying_seconds(tasks: Tasks, ranks: int, width: int, on: Hardware) -> Float
     width_of_value = np.array([float(BYTES.get(dtype, 0)) for dtype in tasks.dtypes])
     moved = 2.0 * experts * rows * width * values * width_of_value[tasks.dtype[rows_copied]]
     none = np.zeros_like(moved)
-    seconds[rows_copied] = np.where(experts > ranks, copies_seconds(moved, none, on), 0.0)
+    seconds[rows_copied] = np.where(experts > ranks, copies_seconds(moved, none, hardware), 0.0)
     if _quantized(tasks):
-        seconds[rows_copied] += memory_seconds(moved, none, on)
+        seconds[rows_copied] += memory_seconds(moved, none, hardware)
     return seconds
 
 
@@ -73,7 +73,7 @@ def _quantized(tasks: Tasks) -> bool:
     return bool((is_low & _grouped_products(tasks)).any())
 
 
-def bias_seconds(tasks: Tasks, on: Hardware) -> Float:
+def bias_seconds(tasks: Tasks, hardware: Hardware) -> Float:
     """Seconds of each task for biases of experts, beyond those of its bytes."""
     seconds = np.zeros(len(tasks))
     forward = tasks.phase == FORWARD_PHASE
@@ -86,7 +86,7 @@ def bias_seconds(tasks: Tasks, on: Hardware) -> Float:
     values = batch * m * np.where(k == 1, n, k)
     # Backward has two products, whose other values are those of the rows.
     seconds[products] = (
-        np.where(k == 1, _BIAS_FORWARD, _BIAS_BACKWARD / 2) * values / bytes_per_second(on)
+        np.where(k == 1, _BIAS_FORWARD, _BIAS_BACKWARD / 2) * values / bytes_per_second(hardware)
     )
     return seconds
 

@@ -108,21 +108,21 @@ def _fused_gemms(tasks: Tasks, joint: JointRows) -> tuple[Gemms, Float]:
     return fused, result
 
 
-def gemms_seconds(gemms: Gemms, dtypes: tuple[str, ...], on: Hardware) -> Float:
+def gemms_seconds(gemms: Gemms, dtypes: tuple[str, ...], hardware: Hardware) -> Float:
     """Seconds of each row within a step: its share of the seconds of the product."""
-    on = on.sustained()
+    hardware = hardware.sustained()
     first, inverse = distinct_rows(gemms[:-1])
     dtype, seconds = gemms.dtype[first], np.zeros(len(first))
     for index in {int(number) for number in dtype}:
         selected = dtype == index
         batch, m, n, k, traffic = (column[first[selected]] for column in gemms[:-2])
         seconds[selected] = gemm_seconds(
-            batch, m, n, k, traffic=traffic, dtype=dtypes[index], on=on
+            batch, m, n, k, traffic=traffic, dtype=dtypes[index], hardware=hardware
         )
     return gemms.share * seconds[inverse]
 
 
-def with_fused_gemms(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
+def with_fused_gemms(tasks: Tasks, seconds: Float, hardware: Hardware) -> Float:
     """Durations with products of one input fused.
 
     Additions that this makes needless take no time: they read several parts of one sum. Of further
@@ -133,7 +133,7 @@ def with_fused_gemms(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
         return seconds
     fused, result_bytes = _fused_gemms(tasks, joint)
     seconds = seconds.copy()
-    seconds[joint.rows] = gemms_seconds(fused, tasks.dtypes, on)
+    seconds[joint.rows] = gemms_seconds(fused, tasks.dtypes, hardware)
 
     product = np.full(len(tasks), -1)
     product[joint.rows[joint.summed]] = joint.whole[joint.summed]
@@ -149,7 +149,7 @@ def with_fused_gemms(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
     order = order[np.diff(waiter[first[order]], append=-1) != 0]
     first, count = first[order], count[order]
     rows = waiter[first]
-    remaining = seconds[rows] - (count - 1) * size[dep[first]] / bytes_per_second(on)
+    remaining = seconds[rows] - (count - 1) * size[dep[first]] / bytes_per_second(hardware)
     inputs = np.diff(tasks.data_ptr)[rows]
     seconds[rows] = np.where((count > 1) & (count == inputs), 0.0, remaining)
     return seconds

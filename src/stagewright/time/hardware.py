@@ -214,7 +214,7 @@ class CachedAttentionFit(FigureBlock):
 class MixedAttentionFit(FigureBlock):
     """Constants of FlashAttention 2 for batches of prompts and decoding requests.
 
-    See `roofline.DecodingBesidePrompts`.
+    See `roofline.DecodeInPromptKernel`.
     """
 
     fraction: float = Field(gt=0, le=3)

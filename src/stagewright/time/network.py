@@ -63,7 +63,7 @@ class Tier(NamedTuple):
     in_network_us: float = 0.0
     """Time for each GPU to start such an all_reduce."""
     all_reduce_senders: int = 0
-    """Ranks below a position that an all_reduce sends from; 0: all."""
+    """Ranks per position that send in an all_reduce; 0: all."""
     shape: tuple[int, ...] = ()
     """Torus: GPUs of the slice that the job has, along each dimension."""
     closed: tuple[bool, ...] = ()
@@ -202,8 +202,9 @@ def _tier(link: ScaleUp | ScaleOut, topology: str, size: int) -> Tier:
 class Placement(NamedTuple):
     """Number of positions of each tier over which the ranks of a group spread.
 
-    `counts[0]` ranks in each node, `counts[1]` nodes, and so on; where nodes hold unequal parts of
-    the group, the mean rounded up. `strides`: the distance between neighbours within each tier.
+    `counts[0]` ranks in each scale-up domain, `counts[1]` domains, and so on; where domains hold
+    unequal parts of the group, the mean rounded up. `strides`: the distance between neighbours
+    within each tier.
     """
 
     ranks: int
@@ -220,7 +221,7 @@ def placements(machine: Machine, groups: Int) -> list[Placement]:
 
 
 def placements_by_rank(machine: Machine, ids: Int) -> tuple[list[Placement], Int]:
-    """Distinct placements of groups of one size, and the index of that of each rank's group.
+    """Distinct placements of groups of one size; and by rank, the index of its group's.
 
     `ids`: the group of each rank of the world; 0: none, whose index is -1.
     """
@@ -235,7 +236,7 @@ def placements_by_rank(machine: Machine, ids: Int) -> tuple[list[Placement], Int
 
 
 def _placed(tiers: Sequence[Tier], groups: Int) -> tuple[list[Placement], Int]:
-    """Distinct placements of groups, and the index of that of each group."""
+    """Distinct placements; and by group, the index of its own."""
     distinct_groups, of_group = _distinct_up_to_shifts(tiers, groups)
     blocks = np.sort(distinct_groups, axis=1)
     size = blocks.shape[1]
@@ -272,7 +273,7 @@ def _distinct_up_to_shifts(tiers: Sequence[Tier], groups: Int) -> tuple[Int, Int
 
 
 def tier_of(machine: Machine, a: Int, b: Int) -> Int:
-    """Index of the tier that joins each pair of ranks; 0: in one node."""
+    """Index of the tier that joins each pair of ranks; 0: within one scale-up domain."""
     tier_index = np.zeros(len(a), dtype=np.int64)
     for i, tier in enumerate(machine.tiers[:-1]):
         a, b = a // tier.size, b // tier.size

@@ -5,6 +5,7 @@
 - Fused attention (`attention_seconds`) runs as tiles of 128 queries, each of which passes through
   all keys that its mask leaves.
 - Attention over a cache (`cached_attention_seconds`) does the same while it reads keys and values.
+- Chunked recurrences (`_chunked`) run at a measured rate, or as one product per chunk and head.
 - Rows that are copied by index (`copies_seconds`), to experts and back, move their bytes more
   slowly than streams.
 - All other kernels (`memory_seconds`) move their bytes at the speed of streams.
@@ -15,8 +16,9 @@ The constants are those of the hardware (`hardware`).
 >>> from stagewright.time.hardware import resolve
 >>> h100 = resolve("h100-sxm")
 >>> sizes = [np.array([x]) for x in (1.0, 8192, 8192, 8192)]
->>> us = gemm_seconds(*sizes, traffic=np.array([3 * 2 * 8192**2]), dtype="bf16", on=h100)[0] * 1e6
->>> bool(1300 < us < 1500)  # 1405 us measured
+>>> moved = np.array([3 * 2 * 8192**2])
+>>> seconds = gemm_seconds(*sizes, traffic=moved, dtype="bf16", hardware=h100)[0]
+>>> bool(1300e-6 < seconds < 1500e-6)  # 1405 us measured
 True
 """
 
@@ -55,32 +57,32 @@ def timing_of(kernel: str) -> Timing:
     return OPS[kernel].timing if kernel in OPS else Timing.MEMORY
 
 
-def kernels_seconds(kernel: str, kernels: Kernels, on: Hardware) -> Float:
+def kernels_seconds(kernel: str, kernels: Kernels, hardware: Hardware) -> Float:
     """Seconds of kernels of one name, by the model of this name.
 
-    `on`: the hardware at the clocks that kernels run at; of a step, `Hardware.sustained`.
+    `hardware` at the clocks that kernels run at; of a step, `Hardware.sustained`.
     """
     size, timing = kernels.extents, timing_of(kernel)
     match timing:
         case Timing.PRODUCT:
             seconds = gemm_seconds(
                 size["batch"], size["m"], size["n"], size["k"],
-                traffic=kernels.traffic, dtype=kernels.dtype, on=on,
+                traffic=kernels.traffic, dtype=kernels.dtype, hardware=hardware,
             )  # fmt: skip
-            return np.maximum(seconds, _unaligned_seconds(kernels, on))
+            return np.maximum(seconds, _unaligned_seconds(kernels, hardware))
         case Timing.TO_EXPERTS | Timing.FROM_EXPERTS:
-            return _expert_copies(kernels, timing, on)
-        case Timing.CACHED_ATTENTION if on.inference is not None:
-            return _cached_attention(kernels, on)
+            return _expert_copies(kernels, timing, hardware)
+        case Timing.CACHED_ATTENTION if hardware.inference is not None:
+            return _cached_attention(kernels, hardware)
         case Timing.SERVED_ATTENTION | Timing.CACHED_ATTENTION:
-            return _served_attention(kernels, on)
+            return _served_attention(kernels, hardware)
         case Timing.ATTENTION | Timing.ATTENTION_BACKWARD:
             backward = timing is Timing.ATTENTION_BACKWARD
-            return training_attention_seconds(kernels, on, backward=backward)
+            return training_attention_seconds(kernels, hardware, backward=backward)
         case Timing.CHUNKED:
-            return _chunked(kernels, on)
+            return _chunked(kernels, hardware)
         case Timing.MEMORY:
-            return memory_seconds(kernels.traffic, kernels.flops, on)
+            return memory_seconds(kernels.traffic, kernels.flops, hardware)
 
 
 # ---- matrix products -----------------------------------------------------------------------------
@@ -116,7 +118,7 @@ def peak_flops(hardware: Hardware, dtype: str) -> float:
 
 
 def gemm_seconds(
-    batch: Float, m: Float, n: Float, k: Float, *, traffic: Float, dtype: str, on: Hardware
+    batch: Float, m: Float, n: Float, k: Float, *, traffic: Float, dtype: str, hardware: Hardware
 ) -> Float:
     """Seconds of matrix products that move `traffic` bytes.
 
@@ -129,27 +131,29 @@ def gemm_seconds(
         selected = np.flatnonzero(is_grouped == grouped)
         if not len(selected):
             continue
-        fit = on.products(dtype, grouped=grouped)
+        fit = hardware.products(dtype, grouped=grouped)
         for chunk in np.split(selected, range(_CHUNK, len(selected), _CHUNK)):
-            seconds[chunk] = _fastest_tile(sizes[:, chunk], fit, peak_flops(on, dtype), on)
+            seconds[chunk] = _fastest_tile(
+                sizes[:, chunk], fit, peak_flops(hardware, dtype), hardware
+            )
     return seconds
 
 
-def _fastest_tile(sizes: Float, fit: GemmFit, peak: float, on: Hardware) -> Float:
+def _fastest_tile(sizes: Float, fit: GemmFit, peak: float, hardware: Hardware) -> Float:
     """Seconds of products, each with its fastest tile and split of the sum.
 
     `sizes` has the shape [5, products]: batch, m, n, k and traffic.
     """
     batch, m, n, k, traffic = sizes
-    bandwidth = on.memory_bandwidth_gb_s * 1e9 * fit.memory_fraction
-    unit_peak = peak / on.compute_units
+    bandwidth = hardware.memory_bandwidth_gb_s * 1e9 * fit.memory_fraction
+    unit_peak = peak / hardware.compute_units
     # [tiles, 1, 1] and [splits, 1], beside [products].
     rows, columns = (np.array(side)[:, None, None] for side in zip(*TILES, strict=True))
     reuse = np.array([_reuse(fit, *tile) for tile in TILES])[:, None, None]
     splits = np.array(SPLITS)[:, None]
     tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch
     rate = unit_peak * fit.fraction * reuse
-    waves = _waves(tiles * splits / on.compute_units, fit.quantization)
+    waves = _waves(tiles * splits / hardware.compute_units, fit.quantization)
     depth = np.ceil(k / splits / DEPTH) * DEPTH
     compute = waves * (2 * rows * columns * depth / rate + fit.tile_us * 1e-6)
     # Where the sum is split: partial sums in fp32, written and read.
@@ -161,7 +165,7 @@ def _fastest_tile(sizes: Float, fit: GemmFit, peak: float, on: Hardware) -> Floa
 
 
 def _reuse(fit: GemmFit, rows: int, columns: int) -> float:
-    """Speed of a tile over that of 128 x 256, which reads least per multiply-add."""
+    """Speed of a tile relative to that of 128 x 256, which reads least per multiply-add."""
     return (1 + fit.tile_factor * 0.75) / (1 + fit.tile_factor * (64 / rows + 64 / columns))
 
 
@@ -176,17 +180,17 @@ def _overlapped(compute: Float, memory: Float, sharpness: float) -> Float:
     return longer * (1 + (shorter / longer) ** sharpness) ** (1 / sharpness)
 
 
-def _unaligned_seconds(kernels: Kernels, on: Hardware) -> Float:
+def _unaligned_seconds(kernels: Kernels, hardware: Hardware) -> Float:
     """Lower bound of products of heads whose rows are not aligned; 0 for others.
 
     A head is a row of each operand of an attention that no kernel fuses: of 108 or 150 values in
     bf16, it does not begin at a multiple of `ALIGNED_BYTES`.
     """
     width = kernels.extents.get("head")
-    if width is None or on.unaligned_heads_tflops is None:
+    if width is None or hardware.unaligned_heads_tflops is None:
         return np.zeros_like(kernels.flops)
     unaligned = (width * float(BYTES[kernels.dtype])) % ALIGNED_BYTES > 0
-    return np.where(unaligned, kernels.flops / (on.unaligned_heads_tflops * 1e12), 0.0)
+    return np.where(unaligned, kernels.flops / (hardware.unaligned_heads_tflops * 1e12), 0.0)
 
 
 # ---- attention -----------------------------------------------------------------------------------
@@ -199,7 +203,7 @@ ROWS = 64
 
 def attention_seconds(
     tiles: Float, longest: Float, points: Float, flops_per_point: Float, traffic: Float,
-    *, dtype: str, on: Hardware, backward: bool = False,
+    *, dtype: str, hardware: Hardware, backward: bool = False,
 ) -> Float:  # fmt: skip
     """Seconds of fused attention kernels: an array element per kernel.
 
@@ -207,29 +211,31 @@ def attention_seconds(
     `points`: pairs of a query and a key in all tiles, each with an exponential; `traffic`: bytes of
     operands and results.
     """
-    fit = (on.attention.fp8 if dtype == "fp8" else None) or on.attention
-    rate = _attention_peak(on, dtype) * fit.fraction / on.compute_units
+    fit = (hardware.attention.fp8 if dtype == "fp8" else None) or hardware.attention
+    rate = _attention_peak(hardware, dtype) * fit.fraction / hardware.compute_units
     if backward:
         rate *= fit.bwd_ratio
     point = flops_per_point / rate + fit.softmax_ps * 1e-12
-    even = points * point / on.compute_units
-    waves = np.ceil(tiles / on.compute_units)
+    even = points * point / hardware.compute_units
+    waves = np.ceil(tiles / hardware.compute_units)
     computed = np.maximum(even, QUERIES * longest * point) + waves * fit.tile_us * 1e-6
-    moved = fit.traffic_factor * traffic / (on.memory_bandwidth_gb_s * 1e9)
+    moved = fit.traffic_factor * traffic / (hardware.memory_bandwidth_gb_s * 1e9)
     return fit.launch_us * 1e-6 + computed + moved
 
 
-def _attention_peak(on: Hardware, dtype: str) -> float:
+def _attention_peak(hardware: Hardware, dtype: str) -> float:
     """FLOP/s of fused attention; of bf16 if the hardware does not support `dtype`.
 
     Only narrower data types fall back to bf16: fp32 has the rate of the vector units, as in
     matrix products.
     """
-    supported = dtype in ("fp32", "bf16") or (dtype == "fp8" and on.peak_fp8_tflops is not None)
-    return peak_flops(on, dtype if supported else "bf16")
+    supported = dtype in ("fp32", "bf16") or (
+        dtype == "fp8" and hardware.peak_fp8_tflops is not None
+    )
+    return peak_flops(hardware, dtype if supported else "bf16")
 
 
-def training_attention_seconds(kernels: Kernels, on: Hardware, *, backward: bool) -> Float:
+def training_attention_seconds(kernels: Kernels, hardware: Hardware, *, backward: bool) -> Float:
     """Seconds of fused attention of sequences of one length.
 
     Forward computes two products per pair of query and key, backward five.
@@ -246,11 +252,11 @@ def training_attention_seconds(kernels: Kernels, on: Hardware, *, backward: bool
     points = kernels.flops / flops_per_point + size["causal"] * tiles * QUERIES**2 / 2
     return attention_seconds(
         tiles, visible, points, flops_per_point, kernels.traffic,
-        dtype=kernels.dtype, on=on, backward=backward,
+        dtype=kernels.dtype, hardware=hardware, backward=backward,
     )  # fmt: skip
 
 
-def _served_attention(kernels: Kernels, on: Hardware) -> Float:
+def _served_attention(kernels: Kernels, hardware: Hardware) -> Float:
     """Attention over requests of different lengths, in tiles of queries as in training.
 
     Several units share the keys of one tile (flash decoding), so that the load is even. Reading the
@@ -262,14 +268,14 @@ def _served_attention(kernels: Kernels, on: Hardware) -> Float:
     zero = np.zeros_like(kernels.flops)
     points = kernels.flops / flops_per_point
     computed = attention_seconds(
-        tiles, zero, points, flops_per_point, zero, dtype=kernels.dtype, on=on
+        tiles, zero, points, flops_per_point, zero, dtype=kernels.dtype, hardware=hardware
     )
-    return np.maximum(computed, memory_seconds(kernels.traffic, zero, on))
+    return np.maximum(computed, memory_seconds(kernels.traffic, zero, hardware))
 
 
 def cached_attention_seconds(
     queries: Float, sharing: Float, points: Float, keys: Float, flops_per_point: Float,
-    traffic: Float, *, dtype: str, on: Hardware,
+    traffic: Float, *, dtype: str, hardware: Hardware,
 ) -> Float:  # fmt: skip
     """Seconds of attention over a cache, in decode, prefill or both at once.
 
@@ -281,20 +287,20 @@ def cached_attention_seconds(
     at least `ROWS` rows, however few queries meet a key: a decode step computes for rows that it
     has not, while it waits for memory.
     """
-    assert on.inference is not None
-    fit = on.inference.cached_attention
-    rate = _attention_peak(on, dtype) * on.attention.fraction / on.compute_units
-    point = flops_per_point / rate + on.attention.softmax_ps * 1e-12
+    assert hardware.inference is not None
+    fit = hardware.inference.cached_attention
+    rate = _attention_peak(hardware, dtype) * hardware.attention.fraction / hardware.compute_units
+    point = flops_per_point / rate + hardware.attention.softmax_ps * 1e-12
     queries_per_key = np.maximum(points / np.maximum(keys, 1), 1e-9)
-    computed = points * np.maximum(1.0, ROWS / queries_per_key) * point / on.compute_units
-    moved = traffic / (on.memory_bandwidth_gb_s * 1e9 * fit.memory_fraction)
+    computed = points * np.maximum(1.0, ROWS / queries_per_key) * point / hardware.compute_units
+    moved = traffic / (hardware.memory_bandwidth_gb_s * 1e9 * fit.memory_fraction)
     rows = np.clip(queries_per_key, np.minimum(sharing, QUERIES), QUERIES)
-    tiles = queries / rows / on.compute_units
+    tiles = queries / rows / hardware.compute_units
     both = _overlapped(computed, moved, fit.sharpness)
     return (fit.launch_us + tiles * fit.tile_us) * 1e-6 + both
 
 
-def _cached_attention(kernels: Kernels, on: Hardware) -> Float:
+def _cached_attention(kernels: Kernels, hardware: Hardware) -> Float:
     """Attention over a cache, by constants that were fitted to decode kernels."""
     size = kernels.extents
     flops_per_point = 2 * (size["d"] + size.get("v", size["d"]))
@@ -307,11 +313,11 @@ def _cached_attention(kernels: Kernels, on: Hardware) -> Float:
     keys = np.minimum(slots * heads, points) / sharing
     return cached_attention_seconds(
         size["q"] * heads, sharing, points, keys, flops_per_point, kernels.traffic,
-        dtype=kernels.dtype, on=on,
+        dtype=kernels.dtype, hardware=hardware,
     )  # fmt: skip
 
 
-class DecodingBesidePrompts(NamedTuple):
+class DecodeInPromptKernel(NamedTuple):
     """Time that decoding requests add to attention of prompts in one kernel.
 
     FlashAttention 2 has one call for all requests of a step (vLLM's `FLASH_ATTN` on GPUs of compute
@@ -338,19 +344,25 @@ class DecodingBesidePrompts(NamedTuple):
     """Keys that the second-level cache holds."""
 
     @classmethod
-    def of(cls, on: Hardware, heads: float, sharing: float, width: float) -> Self | None:
+    def of(cls, hardware: Hardware, heads: float, sharing: float, width: float) -> Self | None:
         """Model of `heads` heads, of which `sharing` share keys, or None without such a kernel.
 
         `width` is that of key and value.
         """
-        fit = on.inference.mixed_attention if on.inference else None
-        if fit is None or on.inference is None:
+        fit = hardware.inference.mixed_attention if hardware.inference else None
+        if fit is None or hardware.inference is None:
             return None
-        rate = _attention_peak(on, "bf16") * on.attention.fraction / on.compute_units
-        point = (2 * width / rate + on.attention.softmax_ps * 1e-12) / fit.fraction
-        memory = on.memory_bandwidth_gb_s * 1e9 * on.inference.cached_attention.memory_fraction
+        rate = (
+            _attention_peak(hardware, "bf16") * hardware.attention.fraction / hardware.compute_units
+        )
+        point = (2 * width / rate + hardware.attention.softmax_ps * 1e-12) / fit.fraction
+        memory = (
+            hardware.memory_bandwidth_gb_s
+            * 1e9
+            * hardware.inference.cached_attention.memory_fraction
+        )
         return cls(
-            ROWS * point, fit.tile_us * 1e-6, fit.empty_us * 1e-6, heads / on.compute_units,
+            ROWS * point, fit.tile_us * 1e-6, fit.empty_us * 1e-6, heads / hardware.compute_units,
             2 * width * heads / sharing / memory, sharing - 1, fit.cache_mb * 1e6 / (2 * width),
         )  # fmt: skip
 
@@ -368,66 +380,68 @@ class DecodingBesidePrompts(NamedTuple):
 # ---- kernels that move bytes ---------------------------------------------------------------------
 
 
-def bytes_per_second(on: Hardware) -> float:
+def bytes_per_second(hardware: Hardware) -> float:
     """Bandwidth in bytes per second that kernels reach which stream through device memory."""
-    return on.memory_bandwidth_gb_s * 1e9 * on.memory_bandwidth_fraction
+    return hardware.memory_bandwidth_gb_s * 1e9 * hardware.memory_bandwidth_fraction
 
 
-def memory_seconds(traffic: Float, flops: Float, on: Hardware) -> Float:
+def memory_seconds(traffic: Float, flops: Float, hardware: Hardware) -> Float:
     """Seconds of kernels that move `traffic` bytes and compute little."""
-    moved = traffic / bytes_per_second(on)
-    return on.kernel_launch_us * 1e-6 + np.maximum(moved, flops / (on.peak_fp32_tflops * 1e12))
+    moved = traffic / bytes_per_second(hardware)
+    return hardware.kernel_launch_us * 1e-6 + np.maximum(
+        moved, flops / (hardware.peak_fp32_tflops * 1e12)
+    )
 
 
-def copies_seconds(traffic: Float, flops: Float, on: Hardware) -> Float:
+def copies_seconds(traffic: Float, flops: Float, hardware: Hardware) -> Float:
     """Seconds of kernels that copy rows by index, to experts and back.
 
     `traffic` in bytes counts the row that is read for each copy that is written.
     """
-    if on.experts is None:
-        return memory_seconds(traffic, flops, on)
-    moved = traffic / (on.memory_bandwidth_gb_s * 1e9 * on.experts.copy_fraction)
-    return on.kernel_launch_us * 1e-6 + moved
+    if hardware.experts is None:
+        return memory_seconds(traffic, flops, hardware)
+    moved = traffic / (hardware.memory_bandwidth_gb_s * 1e9 * hardware.experts.copy_fraction)
+    return hardware.kernel_launch_us * 1e-6 + moved
 
 
-def routing_seconds(choices: Float, on: Hardware) -> Float:
+def routing_seconds(choices: Float, hardware: Hardware) -> Float:
     """Seconds of kernels that sort tokens by expert; `choices`: tokens times top-k."""
-    if on.experts is None:
+    if hardware.experts is None:
         return np.zeros_like(choices)
-    return on.experts.routing_us * 1e-6 + on.experts.routing_ns * 1e-9 * choices
+    return hardware.experts.routing_us * 1e-6 + hardware.experts.routing_ns * 1e-9 * choices
 
 
-def _expert_copies(kernels: Kernels, timing: Timing, on: Hardware) -> Float:
+def _expert_copies(kernels: Kernels, timing: Timing, hardware: Hardware) -> Float:
     """Copies of tokens to experts and back; forward copies include the sorting by expert."""
     size = kernels.extents
     copies = size["e"] * size["r"]
     if timing is Timing.FROM_EXPERTS:
-        return copies_seconds(kernels.traffic, copies, on)
+        return copies_seconds(kernels.traffic, copies, hardware)
     moved = np.maximum(kernels.traffic, 2 * copies * size["m"] * float(BYTES[kernels.dtype]))
-    sorting = np.where(kernels.backward, 0, routing_seconds(copies, on))
-    return copies_seconds(moved, copies, on) + sorting
+    sorting = np.where(kernels.backward, 0, routing_seconds(copies, hardware))
+    return copies_seconds(moved, copies, hardware) + sorting
 
 
-def _chunked(kernels: Kernels, on: Hardware) -> Float:
+def _chunked(kernels: Kernels, hardware: Hardware) -> Float:
     """A chunked recurrence at the speed that the hardware reaches in such kernels.
 
     Where none has been measured: as one product of equal FLOPs per chunk and head. A step of decode
     has no chunks: it moves states.
     """
     size, flops, traffic = kernels.extents, kernels.flops, kernels.traffic
-    states = memory_seconds(traffic, flops, on)
+    states = memory_seconds(traffic, flops, hardware)
     chunk = size.get("chunk")
     if chunk is None or not chunk.any():
         return states
-    if on.recurrence_tflops is not None:
-        moved = memory_seconds(traffic, np.zeros_like(flops), on)
-        seconds = np.maximum(moved, flops / (on.recurrence_tflops * 1e12))
+    if hardware.recurrence_tflops is not None:
+        moved = memory_seconds(traffic, np.zeros_like(flops), hardware)
+        seconds = np.maximum(moved, flops / (hardware.recurrence_tflops * 1e12))
     else:
         rows = np.maximum(chunk, 1)
         batch = np.ceil(size["s"] / rows) * size["b"] * size["g"] * size["h"]
         k = flops / (2 * rows * size["p"] * batch)
-        on = on.model_copy(update={"experts": None})  # these are not grouped products
+        hardware = hardware.model_copy(update={"experts": None})  # these are not grouped products
         seconds = gemm_seconds(
-            batch, rows, size["p"], k, traffic=traffic, dtype=kernels.dtype, on=on
+            batch, rows, size["p"], k, traffic=traffic, dtype=kernels.dtype, hardware=hardware
         )
     return np.where(chunk > 0, seconds, states)

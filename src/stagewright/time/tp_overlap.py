@@ -20,7 +20,7 @@ from stagewright.time.fused_gemms import Gemms, gemms_of, gemms_seconds
 from stagewright.time.hardware import Hardware
 
 
-def with_tp_overlap(program: Program, tasks: Tasks, seconds: Float, on: Hardware) -> Float:
+def with_tp_overlap(program: Program, tasks: Tasks, seconds: Float, hardware: Hardware) -> Float:
     """Durations with TP collectives split and overlapped with adjacent GEMMs.
 
     A product split into tp chunks takes g, longer than the whole product. Of the product and a
@@ -32,7 +32,7 @@ def with_tp_overlap(program: Program, tasks: Tasks, seconds: Float, on: Hardware
     if not len(pairs.product):
         return seconds
     rows, first, inverse = np.unique(pairs.product, return_index=True, return_inverse=True)
-    split = split_seconds(gemms_of(tasks, rows), tasks.dtypes, pairs.ranks[first], on)
+    split = split_seconds(gemms_of(tasks, rows), tasks.dtypes, pairs.ranks[first], hardware)
     if tasks.duration is not None:
         split = np.where(tasks.duration[rows] > 0, seconds[rows], split)
     split = split[inverse.ravel()]
@@ -101,10 +101,10 @@ def overlap_pairs(program: Program, tasks: Tasks) -> OverlapPairs:
     return OverlapPairs(collective, products, ranks[collective])
 
 
-def split_seconds(gemms: Gemms, dtypes: tuple[str, ...], chunks: Int, on: Hardware) -> Float:
+def split_seconds(gemms: Gemms, dtypes: tuple[str, ...], chunks: Int, hardware: Hardware) -> Float:
     """Durations of products split by rows into `chunks`; each chunk reads all of the weights."""
     weights = gemms.batch * gemms.n * gemms.k
     weights *= np.array([float(BYTES.get(d, 0)) for d in dtypes])[gemms.dtype]
     traffic = np.maximum(gemms.traffic - weights, 0) / chunks + weights
     chunk = gemms._replace(m=np.ceil(gemms.m / chunks), traffic=traffic)
-    return chunks * gemms_seconds(chunk, dtypes, on)
+    return chunks * gemms_seconds(chunk, dtypes, hardware)

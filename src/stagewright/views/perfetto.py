@@ -140,7 +140,7 @@ def _micro(ns: int) -> str:
 
 def _actions(line: Timeline, pid: int, lane: Lane) -> Iterator[str]:
     """A slice for consecutive kernels of one stage, direction and microbatch."""
-    positions = np.flatnonzero(lane.main)
+    positions = np.flatnonzero(lane.is_kernel)
     if not len(positions):
         return
     tasks, rows = lane.rank_class.tasks, lane.issue.rows[positions]

@@ -753,7 +753,7 @@ def test_a_result_prints_what_its_command_prints(call: Call, tmp_path: Path):
         with pytest.raises(sw.UserError, match=r"wanted a name that ends in \.json or \.html"):
             result.write("result.txt")
     assert step.fits
-    assert step.peak_memory == max(peak.size for peak in step.peaks)
+    assert step.peak_memory == max(peak.size for peak in step.memory_peaks)
     assert compiled.fits is None
     assert compiled.peak_memory >= step.peak_memory
 

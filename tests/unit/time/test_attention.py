@@ -23,7 +23,7 @@ def tflops(length: int, dtype: str, *, backward: bool = False) -> float:
     traffic = (1 if dtype == "fp8" else 2) * 4 * TOKENS * HEADS * WIDTH * np.ones(1)
     seconds = attention_seconds(
         heads * length / QUERIES, np.array([length]), points, np.array([per_point]), traffic,
-        dtype=dtype, on=resolve("h100-sxm"), backward=backward,
+        dtype=dtype, hardware=resolve("h100-sxm"), backward=backward,
     )  # fmt: skip
     return float((points * per_point / seconds)[0]) / 1e12
 

@@ -16,18 +16,18 @@ from stagewright.time import hardware
 from stagewright.time.collectives import collective_seconds
 from stagewright.time.dispatch import (
     MULTIPROCESSORS,
-    Routed,
+    DispatchKernels,
     destinations,
     dispatch_seconds,
     exchanges_tokens,
-    slowdown_beside,
+    slowdown_by_dispatch,
 )
 from stagewright.time.durations import task_seconds
 from stagewright.time.network import Machine, Placement, placements
 from stagewright.time.simulate.step import simulate
 
 H100 = hardware.resolve("h100-sxm")
-DEEPSEEK = Routed(256, 8, 8, 4)
+DEEPSEEK = DispatchKernels(256, 8, 8, 4)
 
 
 @pytest.mark.parametrize(
@@ -44,12 +44,12 @@ def test_distinct_ranks_of_a_token(
     for chosen in itertools.combinations(range(groups), top_groups):
         pool = [e for e in range(experts) if e // grouped in chosen]
         counts += [len({e // held for e in some}) for some in itertools.combinations(pool, top_k)]
-    routed = Routed(experts, top_k, groups, top_groups)
-    assert destinations(routed, parts) == pytest.approx(np.mean(counts))
+    dispatch = DispatchKernels(experts, top_k, groups, top_groups)
+    assert destinations(dispatch, parts) == pytest.approx(np.mean(counts))
 
 
 def test_groups_that_ranks_cut_apart_count_as_none() -> None:
-    assert destinations(Routed(12, 2, 3, 1), 2) == destinations(Routed(12, 2), 2)
+    assert destinations(DispatchKernels(12, 2, 3, 1), 2) == destinations(DispatchKernels(12, 2), 2)
 
 
 def _group(gpu: str, ep: int) -> tuple[Machine, Placement]:
@@ -82,18 +82,20 @@ def test_tokens_sent_once_beside_deepep(
 
 
 @pytest.mark.parametrize(
-    ("gpu", "ep", "us", "routed"),
+    ("gpu", "ep", "us", "dispatch"),
     [
-        ("gb200-nvl72", 8, 391, Routed(256, 8)),
-        ("gb200-nvl72", 64, 675, Routed(256, 8)),
+        ("gb200-nvl72", 8, 391, DispatchKernels(256, 8)),
+        ("gb200-nvl72", 64, 675, DispatchKernels(256, 8)),
         ("h100-sxm", 16, 1485, DEEPSEEK),
         ("h100-sxm", 64, 4626, DEEPSEEK),
     ],
 )
-def test_tokens_sent_once_beside_hybridep(gpu: str, ep: int, us: float, routed: Routed) -> None:
+def test_tokens_sent_once_beside_hybridep(
+    gpu: str, ep: int, us: float, dispatch: DispatchKernels
+) -> None:
     """NVIDIA's figures for 4096 tokens of 7168 in bf16."""
     machine, group = _group(gpu, ep)
-    seconds = dispatch_seconds(4096 * 7168 * 2 * 8, group, machine, routed)
+    seconds = dispatch_seconds(4096 * 7168 * 2 * 8, group, machine, dispatch)
     assert seconds * 1e6 == pytest.approx(us, rel=0.2)
 
 
@@ -111,9 +113,9 @@ def test_tokens_sent_once_beside_hybridep(gpu: str, ep: int, us: float, routed: 
 def test_few_tokens_beside_deepep(ep: int, dispatch: float, combine: float) -> None:
     """Low-latency kernels in DeepEP's README: us of 128 tokens, in fp8 there and in bf16 back."""
     machine, group = _group("h800", ep)
-    routed = DEEPSEEK._replace(low_latency=True)
+    kernels = DEEPSEEK._replace(low_latency=True)
     for width, us in ((1, dispatch), (2, combine)):
-        seconds = dispatch_seconds(128 * 7168 * 8 * width, group, machine, routed)
+        seconds = dispatch_seconds(128 * 7168 * 8 * width, group, machine, kernels)
         assert seconds * 1e6 == pytest.approx(us, rel=0.1)
 
 
@@ -126,8 +128,8 @@ def test_both_sides_of_disaggregated_serving_send_by_kernels_of_their_own() -> N
     )  # fmt: skip
     program = compile(run).program
     machine = Machine.of(H100, gpus=32)
-    routed = DEEPSEEK._replace(low_latency=True)
-    seconds = task_seconds(program, machine, routed=routed)
+    dispatch = DEEPSEEK._replace(low_latency=True)
+    seconds = task_seconds(program, machine, dispatch=dispatch)
     plain = task_seconds(program, machine)
     group = placements(machine, np.arange(16).reshape(1, -1))[0]
     for which, took, before in zip(program.classes, seconds, plain, strict=True):
@@ -135,7 +137,7 @@ def test_both_sides_of_disaggregated_serving_send_by_kernels_of_their_own() -> N
         (sent, *_) = np.flatnonzero(
             (tasks.kind == TaskKind.COLLECTIVE) & (tasks.comm_bytes > 4096) & (took != before)
         )
-        mine = routed._replace(low_latency=bool(which.ranks[0] >= 16))
+        mine = dispatch._replace(low_latency=bool(which.ranks[0] >= 16))
         expected = dispatch_seconds(int(tasks.comm_bytes[sent]), group, machine, mine)
         assert took[sent] == pytest.approx(expected)
 
@@ -164,8 +166,8 @@ def test_dispatches_beside_kernels_keep_multiprocessors(cp: int) -> None:
     tasks = program.classes[0].tasks
     machine = Machine.of(H100, gpus=8)
     (alone,), (beside,) = (
-        task_seconds(program, machine, routed=Routed(128, 8, hidden=hidden))
-        for hidden in (False, True)
+        task_seconds(program, machine, dispatch=DispatchKernels(128, 8, overlapped=overlapped))
+        for overlapped in (False, True)
     )
     moves = tasks.kind == TaskKind.COLLECTIVE
     assert (beside[moves] == alone[moves]).all()
@@ -178,16 +180,16 @@ def test_engines_gather_tokens_between_ranks_of_attention() -> None:
     """vLLM's default `allgather_reducescatter`: a token travels once to each other rank."""
     run = Run(model="qwen3-30b-a3b", mode="decode", batch_size=64, context_length=512, dp=2, ep=2)
     compiled = compile(run)
-    routed = Routed.in_engine(compiled.run, compiled.model, "vllm")
-    assert routed is not None
+    dispatch = DispatchKernels.in_engine(compiled.run, compiled.model, "vllm")
+    assert dispatch is not None
     machine = Machine.of(H100, gpus=2)
     (group,) = placements(machine, np.arange(2).reshape(1, -1))
     copies = 32 * 8 * 2048 * 2
-    found = dispatch_seconds(copies, group, machine, routed)
+    found = dispatch_seconds(copies, group, machine, dispatch)
     assert found == collective_seconds("all_gather", copies // 8, group, machine)
     for engine, dp in ((None, 2), ("vllm", 1)):
         of = compiled.run.model_copy(update={"dp": dp})
-        assert Routed.in_engine(of, compiled.model, engine) is None
+        assert DispatchKernels.in_engine(of, compiled.model, engine) is None
     gathered = simulate(compiled, machine, Execution(serving_engine="vllm")).seconds
     assert gathered < simulate(compiled, machine, Execution()).seconds
 
@@ -199,10 +201,10 @@ def test_slowdown_is_that_of_the_step_whether_rows_are_repeated_or_counted() -> 
     repeated = [np.repeat(each, n) for each, n in zip((kernels, dispatches), copies, strict=True)]
     for each in repeated:
         random.shuffle(each)
-    counted = slowdown_beside(
+    counted = slowdown_by_dispatch(
         kernels, dispatches, H100, kernel_copies=copies[0], dispatch_copies=copies[1]
     )
-    assert slowdown_beside(*repeated, H100) == counted  # to the bit
+    assert slowdown_by_dispatch(*repeated, H100) == counted  # to the bit
     share = MULTIPROCESSORS / H100.compute_units
     assert counted == pytest.approx(1 + share * repeated[1].sum() / repeated[0].sum())
-    assert slowdown_beside(np.zeros(3), dispatches, H100) == 1
+    assert slowdown_by_dispatch(np.zeros(3), dispatches, H100) == 1

@@ -11,7 +11,7 @@ from stagewright.lower.compile import compile
 from stagewright.program.columns import COLLECTIVES, PHASES, Tasks
 from stagewright.run.settings import Run
 from stagewright.time import hardware
-from stagewright.time.dispatch import Routed
+from stagewright.time.dispatch import DispatchKernels
 from stagewright.time.durations import task_seconds
 from stagewright.time.expert_kernels import bias_seconds, copying_seconds, weighed_within
 from stagewright.time.network import Machine
@@ -83,7 +83,8 @@ def test_dispatchers_that_send_tokens_once_sort_and_send_gates_with_them() -> No
     ).program
     machine = Machine.of(H100, gpus=8)
     (each,), (once,) = (
-        task_seconds(program, machine, routed=routed) for routed in (None, Routed(128, 8))
+        task_seconds(program, machine, dispatch=dispatch)
+        for dispatch in (None, DispatchKernels(128, 8))
     )
     tasks = program.classes[0].tasks
     copies = _ops(tasks, "dispatch", "combine")

@@ -32,7 +32,7 @@ def timed(**settings: Any) -> tuple[Program, Tasks, np.ndarray]:
 def product(m: int, n: int, k: int, traffic: float, batch: int = 1) -> float:
     sizes = [np.array([float(x)]) for x in (batch, m, n, k)]
     on = H100.sustained()
-    return float(gemm_seconds(*sizes, traffic=np.array([traffic]), dtype="bf16", on=on)[0])
+    return float(gemm_seconds(*sizes, traffic=np.array([traffic]), dtype="bf16", hardware=on)[0])
 
 
 def total(t: Tasks, seconds: np.ndarray, *names: str) -> float:

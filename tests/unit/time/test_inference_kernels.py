@@ -15,7 +15,7 @@ from stagewright.time.engines import without_fused_launches
 from stagewright.time.hardware import BLOCKS, InferenceGemmFit, resolve
 from stagewright.time.network import Machine, placements
 from stagewright.time.roofline import (
-    DecodingBesidePrompts,
+    DecodeInPromptKernel,
     bytes_per_second,
     cached_attention_seconds,
 )
@@ -29,7 +29,7 @@ def decode_seconds(requests: int, context: int) -> float:
     keys = float(requests * 8 * context)
     sizes = (requests * 32.0, 4.0, keys * 4, keys, 4 * 128.0, keys * 4 * 128)
     work = [np.array([x]) for x in sizes]
-    return float(cached_attention_seconds(*work, dtype="bf16", on=H100)[0])
+    return float(cached_attention_seconds(*work, dtype="bf16", hardware=H100)[0])
 
 
 def test_a_long_context_takes_the_time_of_its_bytes() -> None:
@@ -76,7 +76,7 @@ def test_a_chunk_takes_as_long_as_flash_attention() -> None:
     q, h, kv, d = 8192.0, 32, 8, 128
     sizes = (q * h, h / kv, q * q / 2 * h, q * kv, 4.0 * d, 4 * q * kv * d)
     work = [np.array([x]) for x in sizes]
-    found = float(cached_attention_seconds(*work, dtype="bf16", on=H100)[0])
+    found = float(cached_attention_seconds(*work, dtype="bf16", hardware=H100)[0])
     assert found == pytest.approx(986e-6, rel=0.1)
 
 
@@ -89,7 +89,7 @@ def test_small_all_reduces_of_engines(gpus: int, microseconds: float) -> None:
     library = collective_seconds("all_reduce", 2**15, group, machine)
     served = machine.for_inference()
     found = collective_seconds("all_reduce", 2**15, group, served)
-    assert algorithm_of("all_reduce", 2**15, group, served) == "direct"
+    assert algorithm_of("all_reduce", 2**15, group, served) == "one_kernel"
     assert found == pytest.approx(microseconds * 1e-6, rel=0.25)
     assert library > 2 * found
 
@@ -104,7 +104,7 @@ def test_large_all_reduces_are_those_of_the_library() -> None:
 def test_several_nodes_have_no_direct_all_reduce() -> None:
     machine = Machine.of(H100, gpus=16).for_inference()
     (group,) = placements(machine, np.arange(16).reshape(1, -1))
-    assert algorithm_of("all_reduce", 2**14, group, machine) != "direct"
+    assert algorithm_of("all_reduce", 2**14, group, machine) != "one_kernel"
 
 
 def test_training_and_unmeasured_hardware_keep_their_constants() -> None:
@@ -186,10 +186,10 @@ def test_unmeasured_hardware_launches_every_kernel() -> None:
     assert without_fused_launches(program.classes[0].tasks, seconds, None, on) is seconds
 
 
-def beside_prompts(heads: int, sharing: int) -> DecodingBesidePrompts | None:
+def beside_prompts(heads: int, sharing: int) -> DecodeInPromptKernel | None:
     """How vLLM's kernel on an RTX PRO 6000 has requests of 128 values beside prompts."""
     on = resolve("rtx-pro-6000").for_inference(engine="vllm")
-    return DecodingBesidePrompts.of(on, heads, sharing, 256)
+    return DecodeInPromptKernel.of(on, heads, sharing, 256)
 
 
 @pytest.mark.parametrize(
@@ -210,4 +210,4 @@ def test_only_an_engine_with_one_kernel_takes_tiles_of_prompts() -> None:
     """FlashAttention 2 reads no cache in fp8, and SGLang has a kernel for each kind of request."""
     card = resolve("rtx-pro-6000")
     for on in (card.for_inference(engine="vllm", cache="fp8"), card.for_inference(), H100):
-        assert DecodingBesidePrompts.of(on, 32, 4, 256) is None
+        assert DecodeInPromptKernel.of(on, 32, 4, 256) is None

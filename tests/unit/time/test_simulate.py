@@ -74,7 +74,7 @@ def test_less_overlap_and_stragglers_take_longer() -> None:
     )
     for way in ways:
         assert simulate(compiled, machine, Execution(**way)).seconds > plain
-    assert simulate(compiled, machine, factors={2: 1.5}).seconds > plain
+    assert simulate(compiled, machine, slowdowns={2: 1.5}).seconds > plain
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_progress_counts_the_tasks_of_all_classes() -> None:
     reports: list[tuple[int, int]] = []
     machine = Machine.of(resolve("h100-sxm"), gpus=8)
     step = simulate(
-        compiled, machine, factors={1: 1.5}, progress=lambda *counts: reports.append(counts)
+        compiled, machine, slowdowns={1: 1.5}, progress=lambda *counts: reports.append(counts)
     )
     assert len(step.timeline.lanes) > len(compiled.program.classes)
     assert len(reports) > 4

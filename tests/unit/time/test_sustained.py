@@ -15,7 +15,7 @@ def seconds(m: int, on: Hardware, dtype: str = "bf16") -> float:
     rows = np.full(1, float(m))
     traffic = 2 * (rows * size * 2 + size * size)
     return float(
-        gemm_seconds(size / size, rows, size, size, traffic=traffic, dtype=dtype, on=on)[0]
+        gemm_seconds(size / size, rows, size, size, traffic=traffic, dtype=dtype, hardware=on)[0]
     )
 
 

@@ -236,7 +236,7 @@ def test_a_strip_is_filled_as_much_as_time_is():
     found = sw.simulate("llama3-8b", "h100-sxm", layers=4, seq_length=512, tp=2, pp=2)
     lane = found.timeline.lanes[0]
     edges = np.linspace(0, found.timeline.ticks, 18)
-    mine = lane.main
+    mine = lane.is_kernel
     shares = timeline._busy(lane, mine, edges)
     pairs = list(zip(lane.begin[mine].tolist(), lane.end[mine].tolist(), strict=True))
     for low, high, share in zip(edges, edges[1:], shares, strict=False):

@@ -12,7 +12,8 @@
 
 `assemble` calls these in order. Stages with equal blocks share a `Stage` (`StageKey`); those whose
 messages go equally far are of one *stage class* of a program. Segments, actions and the table do
-not know how many microbatches, ranks or stages copy them.
+not depend on the number of microbatches; of the ranks, only the slots of mirrored and tied groups
+and the shifts of messages do.
 
 A `RowRefs` is how rows refer to rows before ranks and microbatches are known: a stage on the same
 rank, a part of the pass, a row of its segment. `habit` has the points where frameworks differ,

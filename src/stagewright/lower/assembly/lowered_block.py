@@ -23,7 +23,7 @@ from stagewright.program.columns import TaskKind
 # ---- values of blocks ----------------------------------------------------------------------------
 
 RowRef = tuple[int, int, int]
-"""Row of a rank: copy of an action (`segments.Copy`), stage, segment row."""
+"""Row of a rank: copy of an action (`segments.CopyRelation`), stage, segment row."""
 
 _MOVES_GRADIENT = frozenset(
     {Role.SUM_OVER_MODEL, Role.MICROBATCH_GRADIENT, Role.STEP_GRADIENT, Role.REDUCED}

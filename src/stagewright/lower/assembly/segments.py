@@ -31,8 +31,8 @@ HAS_PASS_PART: Bool = np.array([
 """[kinds, pass parts]: True if an action of the kind includes the part; `OPTIMIZER` is last."""
 
 
-class Copy:
-    """Copy of an action that a row is in, as another row of some microbatch refers to it.
+class CopyRelation:
+    """Copy of an action, relative to the copy whose row refers to it.
 
     Plain integers: tuples of integers cost the garbage collector nothing.
     """
@@ -93,13 +93,15 @@ class RowRefs(NamedTuple):
         `refs`: copy, stage and segment row of each row: [3, references].
         """
         copy, stages, row = refs
-        pass_part = ((copy != Copy.FORWARD) & (copy != Copy.FIRST_FORWARD)).astype(np.int64)
-        pass_part[copy == Copy.OPTIMIZER] = OPTIMIZER
+        pass_part = ((copy != CopyRelation.FORWARD) & (copy != CopyRelation.FIRST_FORWARD)).astype(
+            np.int64
+        )
+        pass_part[copy == CopyRelation.OPTIMIZER] = OPTIMIZER
         for number, weight_half in weight_halves.items():
             backward = (stages == number) & (pass_part == 1)
             pass_part[backward] += weight_half[row[backward]]
-        once = (copy >= Copy.FIRST_FORWARD) & (copy <= Copy.OPTIMIZER)
-        return cls(reader, stages - stage, pass_part, row, once, copy == Copy.NEXT_BACKWARD)
+        once = (copy >= CopyRelation.FIRST_FORWARD) & (copy <= CopyRelation.OPTIMIZER)
+        return cls(reader, stages - stage, pass_part, row, once, copy == CopyRelation.NEXT_BACKWARD)
 
     def take(self, selected: Int | Bool) -> RowRefs:
         """Select some references."""
@@ -188,7 +190,7 @@ class ActionRows:
     """Rows of a stage's forward or backward action while they are built: per block and task."""
 
     copy: int
-    """`Copy.FORWARD` or `Copy.BACKWARD`."""
+    """`CopyRelation.FORWARD` or `CopyRelation.BACKWARD`."""
     stage: int
     row_of: Sequence[dict[Kernel, int]]
     """Row of each task, per block of the stage."""
@@ -210,7 +212,7 @@ class ActionRows:
     @property
     def forward(self) -> bool:
         """True for the forward action."""
-        return self.copy == Copy.FORWARD
+        return self.copy == CopyRelation.FORWARD
 
     @property
     def every_microbatch(self) -> list[int]:
@@ -225,7 +227,7 @@ class ActionRows:
         return len(self.kernels) - 1
 
     def touch_by(self, row: int) -> RowRef:
-        """RowRef of a value by a row."""
+        """Reference to a row of this action, as a value records its touch."""
         return self.copy, self.stage, row
 
     def last_rows(self) -> dict[int, int]:

@@ -28,7 +28,7 @@ from stagewright.lower.assembly.lowered_block import (
 )
 from stagewright.lower.assembly.segments import (
     ActionRows,
-    Copy,
+    CopyRelation,
     RowDep,
     RowRefs,
     Segment,
@@ -140,9 +140,9 @@ class Stage:
         self.values = StageValues(key.blocks, key.place, key.arriving, key.leaving)
         """Until the rows are built; then `value_columns`."""
         self.on_rank: Mapping[int, Stage] = {self.stage: self}
-        # Per block, the direction (`Copy.FORWARD` or `Copy.BACKWARD`) and row of each task.
+        # Per block: direction (`CopyRelation.FORWARD` or `BACKWARD`) and row of each task.
         self.row_of_task: list[dict[Kernel, tuple[int, int]]] = [{} for _ in key.blocks]
-        self.forward = self.backward = ActionRows(Copy.FORWARD, self.stage, []).finish({})
+        self.forward = self.backward = ActionRows(CopyRelation.FORWARD, self.stage, []).finish({})
         self.updates = self.forward
         """Rows in the optimizer action: those of `UPDATE_PARTS`, one after the other.
 
@@ -166,7 +166,10 @@ class Stage:
         return {number: stage.backward.weight_half for number, stage in self.on_rank.items()}
 
     def build(self, *, forward: bool) -> None:
-        """Build the rows of one direction. Build a same-rank predecessor first."""
+        """Build the rows of one direction.
+
+        Stages of the same rank that it reads from must be built.
+        """
         segment = self._rows(forward=forward).finish(self.weight_halves)
         if forward:
             self.forward = segment
@@ -186,17 +189,17 @@ class Stage:
         row_of = {item: row for row, item in enumerate(items)}
         deps: list[RowDep] = []
         for row, (i, t) in enumerate(items):
-            self.values.touch(i, t, (Copy.OPTIMIZER, self.stage, row))
+            self.values.touch(i, t, (CopyRelation.OPTIMIZER, self.stage, row))
             for d in t.deps:
                 ref: RowRef | None
                 if isinstance(d, LiveValue):
-                    ref = (Copy.OPTIMIZER, self.stage, -1) if d.name == CLIP else None
+                    ref = (CopyRelation.OPTIMIZER, self.stage, -1) if d.name == CLIP else None
                 elif (i, d) in row_of:
-                    ref = Copy.OPTIMIZER, self.stage, row_of[i, d]
+                    ref = CopyRelation.OPTIMIZER, self.stage, row_of[i, d]
                 else:
                     copy, segment_row = self.row_of_task[i][d]
-                    first = copy == Copy.FORWARD
-                    copy = Copy.FIRST_FORWARD if first else Copy.LAST_BACKWARD
+                    first = copy == CopyRelation.FORWARD
+                    copy = CopyRelation.FIRST_FORWARD if first else CopyRelation.LAST_BACKWARD
                     ref = copy, self.stage, segment_row
                 if ref is not None:
                     deps.append((row, ref[0], ref[1], ref[2]))
@@ -213,7 +216,7 @@ class Stage:
 
     def _rows(self, *, forward: bool) -> ActionRows:
         """Rows of one direction with their dependencies, and the values they touch."""
-        copy = Copy.FORWARD if forward else Copy.BACKWARD
+        copy = CopyRelation.FORWARD if forward else CopyRelation.BACKWARD
         action = ActionRows(copy, self.stage, [{} for _ in self.blocks])
         self._receive(action)
         messages = max(0, len(self.arriving) - 1, len(self.leaving) - 1)
@@ -259,8 +262,8 @@ class Stage:
             dep = self._dep(i, d)
             if dep is not None:
                 # A reduction once per step depends on the last of all microbatches.
-                last = t.part is _REDUCE_ONCE and dep[0] == Copy.BACKWARD
-                copy = Copy.LAST_BACKWARD if last else dep[0]
+                last = t.part is _REDUCE_ONCE and dep[0] == CopyRelation.BACKWARD
+                copy = CopyRelation.LAST_BACKWARD if last else dep[0]
                 action.deps.append((row, copy, dep[1], dep[2]))
 
     def _grouped(self, *, forward: bool) -> Sequence[Row]:
@@ -286,7 +289,7 @@ class Stage:
 
     def matching_gather(self, segment_row: int, *, forward: bool) -> int:
         """Row of the other direction that gathers the same weights as a row; -1: none."""
-        here, there = Copy.FORWARD, Copy.BACKWARD
+        here, there = CopyRelation.FORWARD, CopyRelation.BACKWARD
         if not forward:
             here, there = there, here
         for rows in self.row_of_task:
@@ -388,7 +391,7 @@ class Stage:
         if isinstance(d, LiveValue):
             return self._input_dep(i, d)
         copy, segment_row = self.row_of_task[i][d]
-        copy = Copy.FIRST_FORWARD if d.part is _GATHER_ONCE else copy
+        copy = CopyRelation.FIRST_FORWARD if d.part is _GATHER_ONCE else copy
         return copy, self.stage, segment_row
 
     def _output_dep(self, c: LiveValue) -> RowRef | None:
@@ -408,7 +411,11 @@ class Stage:
         if message is None:
             return None
         if self._is_message(forward=not c.gradient):  # messages are the first rows
-            return Copy.BACKWARD if c.gradient else Copy.FORWARD, self.stage, message
+            return (
+                CopyRelation.BACKWARD if c.gradient else CopyRelation.FORWARD,
+                self.stage,
+                message,
+            )
         return self.on_rank[self.stage + (1 if c.gradient else -1)]._output_dep(c)
 
 
@@ -436,7 +443,7 @@ def _gathered_for_weights(action: ActionRows) -> list[int]:
     half = {*action.weight_half}
     readers: dict[int, set[int]] = {row: set() for row in action.gathers}
     for row, copy, stage, source in action.deps:
-        if (copy, stage) == (Copy.BACKWARD, action.stage) and source in readers:
+        if (copy, stage) == (CopyRelation.BACKWARD, action.stage) and source in readers:
             readers[source].add(row)
     rows: list[int] = []
     for row in sorted(readers, reverse=True):  # a cast comes after the gather that it reads

@@ -23,7 +23,7 @@ from stagewright.lower.assembly.stages import Stage
 from stagewright.lower.assembly.streams import order_by_streams
 from stagewright.program.columns import Actions, MemoryChanges, RankClass, RankWork, Tasks, Values
 
-_OF_COPY = ("name", "stage", "layer", "microbatch", "tag")
+_COPY_COLUMNS = ("name", "stage", "layer", "microbatch", "tag")
 """Columns that differ between copies of a row."""
 _POINTERS = ("data_ptr", "data", "order_ptr", "order")
 
@@ -76,7 +76,7 @@ class StageBytes(NamedTuple):
 class AssembledWork(RankWork):
     """Work of a rank of an assembled program.
 
-    Classes of a pipeline rank with other numbers share the order, rows and dependencies.
+    Classes of a pipeline rank share order, rows and dependencies; sizes may differ.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class AssembledWork(RankWork):
         columns: dict[str, NDArray[Any]] = {
             f.name: column[row]
             for f in fields(Tasks)
-            if f.name not in (*_OF_COPY, *_POINTERS)
+            if f.name not in (*_COPY_COLUMNS, *_POINTERS)
             and isinstance(column := getattr(tasks, f.name), np.ndarray)
         }
         columns |= self._copy_columns(copy, row)
@@ -171,7 +171,7 @@ class AssembledWork(RankWork):
             rows = table.actions.rows(action)
             copies = order.begin[order.copies(action)][:, None] + np.arange(len(rows))
             tag[copies] = order.tags(action, rows)
-        columns = zip(_OF_COPY, (name, stage, layer, microbatch, tag), strict=True)
+        columns = zip(_COPY_COLUMNS, (name, stage, layer, microbatch, tag), strict=True)
         return {column: values.astype(np.int32) for column, values in columns}
 
     def _dep_rows(self, data_ptr: Int) -> NDArray[np.int32]:

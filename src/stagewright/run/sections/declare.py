@@ -27,8 +27,8 @@ LARGEST = 2**31
 BYTES = "bytes"
 """The unit of settings that are sizes, which text may give with a prefix: `80GB`."""
 
-AXES = ("tp", "cp", "ep", "dp", "pp")
-"""Axes of the mesh of ranks."""
+DEGREES = ("tp", "cp", "ep", "dp", "pp")
+"""Parallel degrees, in the order in which they are shown."""
 
 TRAINING = ("train",)
 INFERENCE = ("prefill", "decode")

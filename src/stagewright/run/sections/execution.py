@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from stagewright.errors import UserError, did_you_mean
 from stagewright.run.sections.declare import (
-    AXES,
+    DEGREES,
     INFERENCE,
     Number,
     Seconds,
@@ -129,9 +129,11 @@ class Execution:
         return type(self)(**{name: getattr(self, name) for name in names})
 
     def __post_init__(self) -> None:
-        for axis in sorted(self.no_overlap - set(AXES)):
-            hint = did_you_mean(axis, AXES)
-            raise UserError(f"no_overlap: there is no axis {axis!r}; use {', '.join(AXES)}{hint}")
+        for axis in sorted(self.no_overlap - set(DEGREES)):
+            hint = did_you_mean(axis, DEGREES)
+            raise UserError(
+                f"no_overlap: there is no axis {axis!r}; use {', '.join(DEGREES)}{hint}"
+            )
         for module in sorted(self.cuda_graph_modules - set(GRAPH_MODULES)):
             hint = did_you_mean(module, GRAPH_MODULES)
             raise UserError(

@@ -81,12 +81,12 @@ class Pending:
         for option in self.options():
             yield from OTHERS[option].makes
 
-    def made_by(self, setting: str) -> list[str]:
-        """The options from which a setting follows."""
+    def options_for(self, setting: str) -> list[str]:
+        """Options from which a setting follows."""
         return [option for option in self.options() if setting in OTHERS[option].makes]
 
 
-def known(name: str) -> bool:
+def is_setting_name(name: str) -> bool:
     """True if a name belongs to a setting of any tool."""
     return name in EXPERIMENT or name in SAME or name in SWITCHES or name in SPELLINGS
 
@@ -123,11 +123,11 @@ def translate(values: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any
                 raise UserError(f"{where}{other.flag} comes twice; keep one")
             others[other.name] = _checked(other, value, where)
         else:
-            own = SAME.get(name, name if name in EXPERIMENT else given)
-            if own in settings:
-                raise UserError(f"{where}{own} comes twice; keep one")
-            _check_word(own, value, where)
-            settings[own] = _own_word(own, value)
+            setting = SAME.get(name, name if name in EXPERIMENT else given)
+            if setting in settings:
+                raise UserError(f"{where}{setting} comes twice; keep one")
+            _check_word(setting, value, where)
+            settings[setting] = _value_of_setting(setting, value)
     _zero(settings, others, switches, where)
     _switch(settings, switches, where)
     _switch_off(settings, off)
@@ -153,8 +153,8 @@ def _check_word(name: str, value: object, where: str) -> None:
         raise UserError(f"{where}{name} is {value!r}, wanted {either(setting.kind)}; use {use}")
 
 
-def _own_word(name: str, value: Any) -> Any:
-    """A value by our words where another tool has one that means the same."""
+def _value_of_setting(name: str, value: Any) -> Any:
+    """Value of a setting; the word of another tool that means the same is translated."""
     setting = EXPERIMENT.get(name)
     return setting.same_words.get(value, value) if setting and isinstance(value, str) else value
 

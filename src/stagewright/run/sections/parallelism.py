@@ -18,7 +18,10 @@ from stagewright.run.sections.declare import (
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelismSection:
-    """Degrees that split the model, the batch and the sequence. World size: tp * cp * dp * pp."""
+    """Degrees that split the model, the batch and the sequence.
+
+    World size: tp * cp * dp * pp, plus the ranks of `prefill`.
+    """
 
     tp: Count = setting(
         1,
@@ -121,8 +124,8 @@ class ParallelismSection:
     """Rows of the file go before what the degrees imply."""
     order: Text = setting(
         "tp-cp-ep-dp-pp",
-        "Numbering of ranks: mesh axes, the fastest first.",
-        metavar="AXES",
+        "Numbering of ranks: degrees, the fastest first.",
+        metavar="DEGREES",
         of_requests=True,
         switches={"use-tp-pp-dp-mapping": "tp-cp-ep-pp-dp"},
     )

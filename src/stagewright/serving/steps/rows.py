@@ -33,7 +33,7 @@ from stagewright.run.rules import check
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.schedule.generators import forward_only
-from stagewright.time.dispatch import Routed
+from stagewright.time.dispatch import DispatchKernels
 from stagewright.time.durations import task_seconds
 from stagewright.time.engines import engine_seconds, served_machine
 from stagewright.time.network import Machine
@@ -289,17 +289,19 @@ class StepRows:
     # ---- seconds ---------------------------------------------------------------------------------
 
     @property
-    def _routed(self) -> Routed | None:
+    def _dispatch(self) -> DispatchKernels | None:
         """Dispatch of tokens to experts in the serving engine; None: a copy for each expert."""
-        return Routed.in_engine(self.step.run, self.step.model, self.execution.serving_engine)
+        return DispatchKernels.in_engine(
+            self.step.run, self.step.model, self.execution.serving_engine
+        )
 
     @property
     def gathers(self) -> bool:
         """True if experts' ranks gather the tokens of all replicas."""
-        return self._routed is not None and self._routed.gathered
+        return self._dispatch is not None and self._dispatch.gathered
 
     def _isolated_seconds(self, program: Program, batches: int) -> list[Float]:
-        seconds = task_seconds(program, self.machine, routed=self._routed)
+        seconds = task_seconds(program, self.machine, dispatch=self._dispatch)
         return [column.reshape(batches, -1).T for column in seconds]
 
     def _seconds_in_engine(self, program: Program, isolated: Sequence[Float]) -> list[Float]:

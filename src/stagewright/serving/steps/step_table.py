@@ -34,8 +34,8 @@ from stagewright.model.layers import Reach
 from stagewright.program.columns import TaskKind
 from stagewright.run.settings import Run
 from stagewright.serving.steps.rows import KeptBlock, StepRows, unfilled
-from stagewright.time.engines import decoding_beside_prompts, has_mixed_attention
-from stagewright.time.roofline import DecodingBesidePrompts
+from stagewright.time.engines import decode_in_prompt_kernel, has_mixed_attention
+from stagewright.time.roofline import DecodeInPromptKernel
 
 MAX_KEYS = 1 << 21
 """Keys of a request up to which decode steps are computed; beyond, they are extrapolated."""
@@ -66,7 +66,7 @@ class Attention:
     """log2 of seconds without the launch over positions, by octaves of `PAIRS` and `TOKENS`."""
     unfilled: float
     """Mean positions of a request's last block that hold nothing."""
-    decoding: DecodingBesidePrompts | None
+    decoding: DecodeInPromptKernel | None
     """Decoding requests in one kernel with prompts; None: as if alone."""
 
     @classmethod
@@ -74,7 +74,7 @@ class Attention:
         cls,
         seconds: Callable[[Int, Int, Int], Float],
         unfilled: float,
-        decoding: DecodingBesidePrompts | None,
+        decoding: DecodeInPromptKernel | None,
     ) -> Attention:
         """Surface from the seconds of tokens, pairs and keys: arrays in, array out."""
         small = np.array([1, 2], dtype=np.int64)
@@ -513,7 +513,7 @@ def _term(
         return KeysKernel(rows.keys_timed.tolist(), seconds.tolist()), reach
     hardware, decoding = rows.machine.hardware, None
     if has_mixed_attention(model, hardware):
-        decoding = decoding_beside_prompts(tasks.shapes[int(tasks.shape[row])].sizes(), hardware)
+        decoding = decode_in_prompt_kernel(tasks.shapes[int(tasks.shape[row])].sizes(), hardware)
     attention = Attention.of(
         lambda tokens, pairs, keys: isolated(tokens, np.ones_like(tokens), pairs, keys),
         unfilled(reach, rows.step.run.kv_block_size),

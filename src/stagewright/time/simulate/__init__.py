@@ -2,8 +2,8 @@
 
 How the time of a step comes about:
 
-1. `step.execute_step` takes a compiled run and a machine. `time.durations` gives the duration of
-   each row of each distinct action, and `launches` what its launch costs the host.
+1. `step.timeline_of_step` takes a compiled run and a machine. `time.durations` gives the duration
+   of each row of each distinct action, and `launches` what its launch costs the host.
 2. `timeline.timeline` turns these into a timeline of all ranks. Times are integers, in ticks.
 3. Ranks with equal times are one *lane* (`lanes`), and only lanes are simulated.
 4. A rank issues *units*: mostly one copy of an action, such as the forward of one microbatch

@@ -1,6 +1,6 @@
 """Breakdown of a step: kernels, exposed communication, bubbles, launches; and the critical path.
 
-At any time a rank either runs a kernel of its main stream, or its next kernel waits. Each gap is
+At any time a rank either runs a kernel of its compute stream, or its next kernel waits. Each gap is
 attributed by walking blockers back to the previous kernel: while a collective or a message is in
 flight, communication along that axis is *exposed*; while other ranks are not ready, the rank is in
 a *bubble*; while only the host's launch is missing, it waits for *launches*. The parts of a lane
@@ -80,7 +80,7 @@ class _Blockers(NamedTuple):
 
 def breakdown(timeline: Timeline, lane: Lane) -> Breakdown:
     """Break down the step of one lane."""
-    axes, kernel = axes_of(timeline, lane), np.flatnonzero(lane.main)
+    axes, kernel = axes_of(timeline, lane), np.flatnonzero(lane.is_kernel)
     ticks = (lane.end - lane.begin)[kernel]
     phase = lane.rank_class.work.actions.tasks.phase[lane.row[kernel]]
     exposed, bubble, launches = _waits(lane, axes, kernel)
@@ -106,7 +106,7 @@ def _seconds(names: Sequence[str], ticks: Sequence[int]) -> dict[str, float]:
 def _waits(lane: Lane, axes: Axes, kernel: Int) -> tuple[Int, int, int]:
     """Ticks in which no kernel runs: exposed transfers by axis, bubble, launches.
 
-    `kernel`: issue indices of the kernels of the main stream.
+    `kernel`: issue indices of the kernels of the compute stream.
     """
     # Gaps are before each kernel, and from the last one to the end of the task that ends last.
     last, blockers = int(np.argmax(lane.end)), _blockers(lane)

@@ -15,12 +15,12 @@ from stagewright.program.columns import FORWARD_PHASE, OPTIMIZER_PHASE, Tasks
 from stagewright.run.settings import Run
 
 
-def order(tasks: Tasks, row: Int, unit: Int, member: Int, exchanges: Bool) -> Int:
+def order(tasks: Tasks, row: Int, unit: Int, member: Int, token_exchanges: Bool) -> Int:
     """Order in which units issue rows: each backward action and the forward after it take turns.
 
     `row`, `unit` and `member` are those of `units.Units`; pairs are within a unit. A turn ends with
-    an all-to-all of tokens; the much smaller all-to-alls of routing weights end none. `exchanges`:
-    tasks that are either.
+    an all-to-all of tokens; the much smaller all-to-alls of routing weights end none.
+    `token_exchanges`: tasks that are either.
     """
     microbatch, phase, stage = (
         column[row].astype(np.int64) for column in (tasks.microbatch, tasks.phase, tasks.stage)
@@ -42,7 +42,7 @@ def order(tasks: Tasks, row: Int, unit: Int, member: Int, exchanges: Bool) -> In
     second[1:] &= unit[first[1:]] == unit[first[:-1]]
     group = np.cumsum(~second) - 1
 
-    ends_turn = exchanges[row]
+    ends_turn = token_exchanges[row]
     size = tasks.comm_bytes[row]
     ends_turn &= 2 * size >= size[ends_turn].max(initial=0)
     before = np.cumsum(ends_turn) - ends_turn

@@ -31,9 +31,9 @@ class LaneMap:
     """By peer, by lane: the lane that it exchanges messages with."""
 
     @classmethod
-    def of(cls, program: Program, factor: Float) -> LaneMap:
-        """Lanes of a program. `factor` by rank multiplies the durations of kernels."""
-        of_rank = lane_of_rank(program, factor)
+    def of(cls, program: Program, slowdown: Float) -> LaneMap:
+        """Lanes of a program. `slowdown` by rank multiplies the durations of kernels."""
+        of_rank = lane_of_rank(program, slowdown)
         by_class = tuple(np.unique(of_rank[rank_class.ranks]) for rank_class in program.classes)
         _, example = np.unique(of_rank, return_index=True)
         class_of = np.repeat(np.arange(len(by_class)), [len(lanes) for lanes in by_class])
@@ -60,16 +60,16 @@ class LaneMap:
         return [tuple(np.flatnonzero(first == c).tolist()) for c in distinct_values(first)]
 
 
-def lane_of_rank(program: Program, factor: Float) -> Int:
+def lane_of_rank(program: Program, slowdown: Float) -> Int:
     """Number of the lane of each rank.
 
-    Ranks of a lane are of one class, have one `factor`, and communicate with the same lanes.
+    Ranks of a lane are of one class, have one `slowdown`, and communicate with the same lanes.
     """
     ranks = np.arange(program.mesh.world_size)
     lane = np.zeros(len(ranks), dtype=np.int64)
     for class_id, rank_class in enumerate(program.classes):
         lane[rank_class.ranks] = class_id
-    lane = _numbered([lane, factor])
+    lane = _numbered([lane, slowdown])
     groups = [
         groups_of_ranks(program.group_of(slot), ranks) for slot in range(len(program.communicators))
     ]

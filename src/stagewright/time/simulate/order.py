@@ -48,21 +48,21 @@ NO_EDGES = Edges(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 def issue_positions(
-    units: Units, local: Edges, casts: Edges, on_comm_stream: Bool, exchanges: Bool | None,
+    units: Units, local: Edges, casts: Edges, on_comm_stream: Bool, token_exchanges: Bool | None,
     execution: Execution,
 ) -> Int:  # fmt: skip
     """Rows of units in issue order, by sort keys that start as the program order.
 
-    `casts`: kernels that move to just before another kernel. `exchanges`: tasks that exchange
-    experts' tokens, where two microbatches take turns.
+    `casts`: kernels that move to just before another kernel. `token_exchanges`: tasks that
+    exchange experts' tokens, where two microbatches take turns.
     """
     size = len(units.row)
     if execution.streams == "one":
         return np.arange(size)
     tasks, row = units.tasks, units.row
     sort_key = np.arange(size, dtype=np.float64)
-    if exchanges is not None:
-        turns = ep_overlap.order(tasks, row, units.unit, units.member, exchanges)
+    if token_exchanges is not None:
+        turns = ep_overlap.order(tasks, row, units.unit, units.member, token_exchanges)
         sort_key[turns] = np.arange(size)
     sort_key[casts.waiter] = sort_key[casts.dep] - 0.25
     has_input = np.zeros(size, dtype=bool)

@@ -1,12 +1,12 @@
 """Issue rules: streams and dependencies of tasks, within and across units.
 
-Streams are those of a CUDA training process: one for compute, one per NCCL communicator, one per
-pipeline peer for sends, one for loads from the host (H2D) and one for stores to it (D2H). A task
-starts once the previous task on its stream and all its dependencies have ended. A task without
-dependencies, such as a weight all-gather or a posted receive, starts after the kernel issued before
-it. A small kernel whose `slot` names a communicator runs on that communicator's stream. Kernels
-that accumulate reduced gradients run on the communication stream (FSDP2's `foreach_reduce`), so
-that no kernel of the model waits for a reduce-scatter.
+Streams are those of a CUDA process: one for compute, one per NCCL communicator, one per peer for
+sends, one for loads from the host (H2D) and one for stores to it (D2H). A task starts once the
+previous task on its stream and all its dependencies have ended. A task without dependencies, such
+as a weight all-gather or a posted receive, starts after the kernel issued before it. A small kernel
+whose `slot` names a communicator runs on that communicator's stream. Kernels that accumulate
+reduced gradients run on the communication stream (FSDP2's `foreach_reduce`), so that no kernel of
+the model waits for a reduce-scatter.
 
 The rules are applied once per distinct unit. What a unit needs to know of the units before it is in
 *registers*, such as the last end on each stream; deps that no register implies are *carried*. A
@@ -61,7 +61,10 @@ class Register(IntEnum):
     AWAITED = 5
     """The last transfer of the group before, for which kernels wait."""
     OPENED = 6
-    """Register that kernels wait for after the next transfer: `AWAITED` or `FREED`."""
+    """Time that kernels wait for once the next transfer is issued.
+
+    That of `FREED`, or of `AWAITED` if no kernel ran since.
+    """
 
 
 RegisterKey = tuple[Register, int, int]
@@ -177,10 +180,12 @@ def issue_rules(program: Program, units: Units, execution: Execution) -> IssueRu
         if execution.overlap_param_gather and gathers_params(tasks).any():
             local, casts = gather_params_before_forward(tasks, local)
             on_comm_stream = accumulates_grads(tasks, local)
-    exchanges = None
+    token_exchanges = None
     if execution.overlap_moe_expert_parallel_comm:
-        exchanges = exchanges_tokens(program, tasks)
-    order = issue_positions(units, local, casts, on_comm_stream[units.row], exchanges, execution)
+        token_exchanges = exchanges_tokens(program, tasks)
+    order = issue_positions(
+        units, local, casts, on_comm_stream[units.row], token_exchanges, execution
+    )
     position = np.empty_like(order)
     position[order] = np.arange(len(order))
     rows, unit = units.row[order], units.unit[order]

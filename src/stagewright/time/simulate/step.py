@@ -36,7 +36,7 @@ from stagewright.program.fit import Fit, Peak, fit_of, peak_in_issue_order
 from stagewright.run.requests import groups, read_bytes
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
-from stagewright.time.dispatch import Routed
+from stagewright.time.dispatch import DispatchKernels
 from stagewright.time.durations import task_seconds
 from stagewright.time.engines import engine_seconds, served_machine
 from stagewright.time.measured import Coverage
@@ -105,8 +105,8 @@ class TracedStep(StepTimeline):
     @property
     def fit(self) -> Fit:
         """Fit of the graph's values into the memory of a device."""
-        held = map(peak_in_issue_order, self.timeline.program.classes)
-        return fit_of(held, self.machine.hardware.memory)
+        memory_peaks = map(peak_in_issue_order, self.timeline.program.classes)
+        return fit_of(memory_peaks, self.machine.hardware.memory)
 
     def to_dict(self) -> dict[str, Any]:
         """All results as one object for JSON; times in seconds, sizes in bytes."""
@@ -196,7 +196,7 @@ class SimulatedStep(StepTimeline):
         return [memory_timeline(self.timeline, lane) for lane in range(count)]
 
     @cached_property
-    def peaks(self) -> list[Peak]:
+    def memory_peaks(self) -> list[Peak]:
         """Memory of each lane at its peak, any allowance included.
 
         In inference, where memory is constant, the bytes are those of the program.
@@ -207,7 +207,7 @@ class SimulatedStep(StepTimeline):
     @property
     def fit(self) -> Fit:
         """Fit into `device_memory` of the run, or else into the hardware's memory."""
-        return fit_of(self.peaks, self._device_memory)
+        return fit_of(self.memory_peaks, self._device_memory)
 
     @property
     def _device_memory(self) -> int:
@@ -362,7 +362,11 @@ class SimulatedStep(StepTimeline):
                     },
                 }
                 for lane, part, memory, at_peak in zip(
-                    self.timeline.lanes, self.parts, self.memory_over_time, self.peaks, strict=True
+                    self.timeline.lanes,
+                    self.parts,
+                    self.memory_over_time,
+                    self.memory_peaks,
+                    strict=True,
                 )
             ],
         }
@@ -372,20 +376,20 @@ def simulate(
     compiled: CompiledRun,
     machine: Machine,
     execution: Execution | None = None,
-    factors: Mapping[int, float] | None = None,
+    slowdowns: Mapping[int, float] | None = None,
     progress: Progress | None = None,
 ) -> SimulatedStep:
-    """Simulate one step. `factors` by rank multiply the durations of its kernels: stragglers."""
+    """Simulate one step. `slowdowns` by rank multiply the durations of its kernels: stragglers."""
     execution = execution or Execution()
-    timeline = execute_step(compiled, machine, execution, factors, progress)
+    timeline = timeline_of_step(compiled, machine, execution, slowdowns, progress)
     return SimulatedStep(compiled, machine, timeline)
 
 
-def execute_step(
+def timeline_of_step(
     compiled: CompiledRun,
     machine: Machine,
     execution: Execution,
-    factors: Mapping[int, float] | None = None,
+    slowdowns: Mapping[int, float] | None = None,
     progress: Progress | None = None,
 ) -> Timeline:
     """Timeline of one step; raises UserError where the execution's settings exclude the run.
@@ -394,27 +398,27 @@ def execute_step(
     pipeline.
     """
     run, model = compiled.run, compiled.model
-    hidden, engine = execution.overlap_moe_expert_parallel_comm, execution.serving_engine
-    if hidden:
+    overlaps_dispatch, engine = execution.overlap_moe_expert_parallel_comm, execution.serving_engine
+    if overlaps_dispatch:
         ep_overlap.check(run)
     machine = served_machine(run, model, machine, engine)
     missing = without_rates(compiled, machine.hardware)
     if missing:
         machine = replace(machine, hardware=machine.hardware.with_rates_of_bf16(missing))
     if execution.moe_flex_dispatcher:
-        routed = Routed.of(run, model, hidden=hidden)
+        dispatch = DispatchKernels.of(run, model, overlapped=overlaps_dispatch)
     else:
-        routed = Routed.in_engine(run, model, engine)
+        dispatch = DispatchKernels.in_engine(run, model, engine)
 
     def simulate_program(program: Program) -> Timeline:
         overlap = execution.tp_comm_overlap
-        isolated = task_seconds(program, machine, tp_comm_overlap=overlap, routed=routed)
+        isolated = task_seconds(program, machine, tp_comm_overlap=overlap, dispatch=dispatch)
         seconds = [
             engine_seconds(c.work.actions.tasks, of_class, run, model, engine, machine.hardware)
             for c, of_class in zip(program.classes, isolated, strict=True)
         ]
         hosts = host_work(program, run, execution, machine.hardware)
-        return timeline_of(program, seconds, execution, factors, progress, hosts)
+        return timeline_of(program, seconds, execution, slowdowns, progress, hosts)
 
     if not in_flight(run) or execution.pipeline_drain:
         return simulate_program(compiled.program)

@@ -1,8 +1,8 @@
 """Start and end of every task of a program.
 
-Ranks with equal timing are one *lane*: a rank class, unless factors make its ranks differ. Distinct
-actions have one transfer matrix each. Times of single tasks are computed on demand
-(`Timeline.lanes`).
+Ranks with equal timing are one *lane*: a rank class, unless slowdowns make its ranks differ. Each
+fragment of a distinct unit has one transfer matrix per set of durations. Times of single tasks are
+computed on demand (`Timeline.lanes`).
 
 >>> from stagewright.lower.compile import compile
 >>> from stagewright.run.settings import Run
@@ -74,14 +74,14 @@ class Lane:
     end: Int
 
     @property
-    def main(self) -> Bool:
-        """Mask of kernels of the main stream, which run one at a time."""
+    def is_kernel(self) -> Bool:
+        """Mask of kernels of the compute stream, which run one at a time."""
         return self.issue.stream == 0
 
     @property
     def on_comm_stream(self) -> Bool:
         """Mask of kernels that accumulate reduced gradients on a communication stream."""
-        return (self.kind == TaskKind.COMPUTE) & ~self.main
+        return (self.kind == TaskKind.COMPUTE) & ~self.is_kernel
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,25 +203,25 @@ def timeline(
     program: Program,
     seconds: Sequence[Float],
     execution: Execution | None = None,
-    factors: Mapping[int, float] | None = None,
+    slowdowns: Mapping[int, float] | None = None,
     progress: Progress | None = None,
     hosts: Sequence[HostWork] | None = None,
 ) -> Timeline:
     """Simulate a program whose tasks take `seconds`: by class, by row of its `Actions`.
 
-    `factors` multiply the duration of kernels of some ranks: stragglers. The duration of a message
+    `slowdowns` by rank multiply the durations of its kernels: stragglers. The duration of a message
     is that of its SEND; that of a collective of several classes the longest of theirs. `hosts` are
     the launches of each class, by row of its `Actions`; None: they take no time.
     """
     execution = execution or Execution()
     if any(crosses_actions(c.work.actions.tasks, execution) for c in program.classes):
         program, seconds, hosts = _row_by_row(program, seconds, hosts)
-    factor = _factors(program, factors or {})
+    slowdown = _slowdown_by_rank(program, slowdowns or {})
     ticks = [_ticks(*pair) for pair in zip(program.classes, seconds, strict=True)]
-    lanes = LaneMap.of(program, factor)
+    lanes = LaneMap.of(program, slowdown)
     plan = plan_of(program, execution, lanes)
     duration_sets = tuple(
-        _duration_sets(table, lanes, ticks, factor[lanes.example], hosts) for table in plan.tables
+        _duration_sets(table, lanes, ticks, slowdown[lanes.example], hosts) for table in plan.tables
     )
     of_tables = zip(plan.tables, plan.fragments, duration_sets, strict=True)
     matrices = tuple(_matrices(*of_table) for of_table in of_tables)
@@ -256,16 +256,16 @@ def _row_by_row(
     return replace(program, classes=classes), seconds, hosts
 
 
-def _factors(program: Program, by_rank: Mapping[int, float]) -> Float:
+def _slowdown_by_rank(program: Program, by_rank: Mapping[int, float]) -> Float:
     world_size = program.mesh.world_size
-    factor = np.ones(world_size)
+    slowdown = np.ones(world_size)
     for rank, by in by_rank.items():
         if not 0 <= rank < world_size:
             raise UserError(f"there is no rank {rank} to slow down; use 0 to {world_size - 1}")
         if not 0 < by < 1e6:
             raise UserError(f"rank {rank}: a factor of {by:g} is no slowdown; use one such as 1.1")
-        factor[rank] = by
-    return factor
+        slowdown[rank] = by
+    return slowdown
 
 
 def _ticks(rank_class: RankClass, seconds: Float) -> Int:
@@ -291,10 +291,10 @@ def _in_ticks(seconds: Float) -> Int:
 
 
 def _duration_sets(
-    table: IssueTable, lanes: LaneMap, ticks: Sequence[Int], factor: Float,
+    table: IssueTable, lanes: LaneMap, ticks: Sequence[Int], slowdown: Float,
     hosts: Sequence[HostWork] | None,
 ) -> TaskTicks:  # fmt: skip
-    """Distinct durations and launches of the lanes of a table; `factor` by lane."""
+    """Distinct durations and launches of the lanes of a table; `slowdown` by lane."""
     rows, kind = table.rules.rows, table.actions.tasks.kind[table.rules.rows]
     set_of_lane = np.zeros(lanes.count, np.int64)
     indices: dict[tuple[bytes, ...], int] = {}
@@ -307,8 +307,8 @@ def _duration_sets(
             host = _in_ticks(hosts[class_id].seconds[rows]), hosts[class_id].waits[rows]
         for lane in lanes.by_class[class_id].tolist():
             duration = ticks[class_id][rows]
-            if factor[lane] != 1:
-                slowed = np.rint(duration * factor[lane]).astype(np.int64)
+            if slowdown[lane] != 1:
+                slowed = np.rint(duration * slowdown[lane]).astype(np.int64)
                 duration = np.where(kind == COMPUTE, slowed, duration)
             key = tuple(column.tobytes() for column in (duration, *(host or ())))
             if key not in indices:

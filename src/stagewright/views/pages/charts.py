@@ -138,7 +138,7 @@ def peaks(
 ) -> list[tuple[RankClass, dict[str, int]]]:
     """Classes of ranks with the bytes of each category at the peak: as simulated if it was."""
     if step:
-        lanes = zip(step.timeline.lanes, step.peaks, strict=True)
+        lanes = zip(step.timeline.lanes, step.memory_peaks, strict=True)
         return [(lane.rank_class, dict(peak.by_category)) for lane, peak in lanes]
     return [
         (of, {k: v for k, v in of.memory.items() if k != "peak" and v})

@@ -55,7 +55,7 @@ def strips(line: Timeline) -> list[Strips]:
     for name, lane in zip(_names(line.program, lanes), lanes, strict=True):
         axes = axes_of(line, lane)
         phase = lane.rank_class.tasks.phase[lane.issue.rows]
-        kernels = [Strip(name, lane.main & (phase == i)) for i, name in enumerate(PHASES)]
+        kernels = [Strip(name, lane.is_kernel & (phase == i)) for i, name in enumerate(PHASES)]
         transfers = [Strip(axis, axes.axis == i) for i, axis in enumerate(axes.names)]
         for strip in transfers:
             busy = float((lane.end - lane.begin)[strip.tasks].sum())
