@@ -473,7 +473,7 @@ def search_columns() -> str:
         "# Columns of a search\n\n"
         "`stagewright search -o` writes a row for each candidate. These are the columns of `.csv` and "
         "`.parquet`, and the keys of each of the `rows` of `.json` and of `best` of `--json`, which "
-        "leave out what is unknown. In Python, `Search.table(\"candidates\")` is the same table. More: "
+        'leave out what is unknown. In Python, `Search.table("candidates")` is the same table. More: '
         "[search](../guides/search.md).\n\n"
         "All figures of rows whose `simulated` is false are estimates, `bubble`, `exposed_...` and "
         "`memory_...` among them. Bytes are of the fullest rank; joules and USD of a step over all "

@@ -36,15 +36,15 @@ from stagewright.lower.assembly.segments import (
     StageLabels,
 )
 from stagewright.lower.assembly.stage_values import StageValues
-from stagewright.lower.kernels.kernel import Dependency, Kernel, TaskPart
+from stagewright.lower.kernels.kernel import BlockSection, Dependency, LoweredTask
 from stagewright.lower.kernels.live_values import LiveValue
 from stagewright.program.columns import TaskKind
 from stagewright.schedule.places import Place
 
-UPDATE_PARTS = (TaskPart.TIE, TaskPart.NORM, TaskPart.UPDATE)
+UPDATE_PARTS = (BlockSection.TIE, BlockSection.NORM, BlockSection.UPDATE)
 """Parts of a block in the optimizer action."""
-_EACH_PASS = (TaskPart.GATHER, TaskPart.GATHER_AGAIN)
-_GATHER_ONCE, _REDUCE_ONCE = TaskPart.GATHER_ONCE, TaskPart.REDUCE_ONCE
+_EACH_PASS = (BlockSection.GATHER, BlockSection.GATHER_AGAIN)
+_GATHER_ONCE, _REDUCE_ONCE = BlockSection.GATHER_ONCE, BlockSection.REDUCE_ONCE
 _ONCE = (_GATHER_ONCE, _REDUCE_ONCE)
 _MESSAGES = (TaskKind.SEND, TaskKind.RECV)
 
@@ -141,7 +141,7 @@ class Stage:
         """Until the rows are built; then `value_columns`."""
         self.on_rank: Mapping[int, Stage] = {self.stage: self}
         # Per block, the direction (`Copy.FORWARD` or `Copy.BACKWARD`) and row of each task.
-        self.row_of_task: list[dict[Kernel, tuple[int, int]]] = [{} for _ in key.blocks]
+        self.row_of_task: list[dict[LoweredTask, tuple[int, int]]] = [{} for _ in key.blocks]
         self.forward = self.backward = ActionRows(Copy.FORWARD, self.stage, []).finish({})
         self.updates = self.forward
         """Rows in the optimizer action: those of `UPDATE_PARTS`, one after the other.
@@ -179,7 +179,7 @@ class Stage:
         self.update_begin = [0]
         for part in UPDATE_PARTS:
             part_items = [item for i in range(len(self.blocks)) for item in self._tasks(i, [part])]
-            if part is TaskPart.TIE:  # ranks with several tied tables reduce them in one order
+            if part is BlockSection.TIE:  # ranks with several tied tables reduce them in one order
                 part_items.sort(key=lambda item: item[1].axes)
             items += part_items
             self.update_begin.append(len(items))
@@ -218,7 +218,7 @@ class Stage:
         self._receive(action)
         messages = max(0, len(self.arriving) - 1, len(self.leaving) - 1)
         # Tags: stage messages first, then one per SEND/RECV pair.
-        tags: dict[tuple[int, Kernel], int] = {}
+        tags: dict[tuple[int, LoweredTask], int] = {}
         for group in self._grouped(forward=forward):
             i, t = group[0]
             block, tag = i, -1
@@ -280,7 +280,7 @@ class Stage:
         arranged = self.habits.arrange(items, self.values.root_blocks, forward=forward)
         return one_by_one(items) if arranged is None else arranged
 
-    def _tasks(self, i: int, parts: Sequence[TaskPart]) -> Iterator[Item]:
+    def _tasks(self, i: int, parts: Sequence[BlockSection]) -> Iterator[Item]:
         by_part = self.blocks[i].block.by_part
         return ((i, t) for part in parts for t in by_part.get(part, ()))
 
@@ -324,12 +324,14 @@ class Stage:
         neighbour = self.on_rank.get(self.stage + (-1 if forward else 1))
         return neighbour is None or not neighbour.place.shared
 
-    def _broadcast(self, source: int, value: Crossing, action: ActionRows) -> tuple[int, Kernel]:
+    def _broadcast(
+        self, source: int, value: Crossing, action: ActionRows
+    ) -> tuple[int, LoweredTask]:
         """Add a row in which one rank broadcasts a value, or a gradient, to all."""
         phase = "forward" if action.forward else "backward"
         name = f"{_message_prefix(value, forward=action.forward)}broadcast"
-        part = TaskPart.FORWARD if action.forward else TaskPart.BACKWARD
-        t = Kernel(name, "broadcast", TaskKind.COLLECTIVE, phase, part,
+        part = BlockSection.FORWARD if action.forward else BlockSection.BACKWARD
+        t = LoweredTask(name, "broadcast", TaskKind.COLLECTIVE, phase, part,
                    axes=("pp",), comm_bytes=value.size, dtype=value.dtype)  # fmt: skip
         row = action.add(t)
         if source == self.place.rank:
@@ -369,12 +371,12 @@ class Stage:
         """Values that an action sends or receives; in backward those with a gradient."""
         return forward if action.forward else with_gradient(backward)
 
-    def _message(self, kind: TaskKind, value: Crossing, *, forward: bool) -> Kernel:
+    def _message(self, kind: TaskKind, value: Crossing, *, forward: bool) -> LoweredTask:
         """Build one end of a message between stages (`shifted`): of a value, or of its gradient."""
         phase = "forward" if forward else "backward"
         op = "send" if kind == TaskKind.SEND else "recv"
-        part = TaskPart.FORWARD if forward else TaskPart.BACKWARD
-        return Kernel(
+        part = BlockSection.FORWARD if forward else BlockSection.BACKWARD
+        return LoweredTask(
             f"{_message_prefix(value, forward=forward)}{op}", op, kind, phase, part,
             axes=("pp",), comm_bytes=value.size, dtype=value.dtype,
         )  # fmt: skip
@@ -412,10 +414,10 @@ class Stage:
         return self.on_rank[self.stage + (1 if c.gradient else -1)]._output_dep(c)
 
 
-def shifted(segment: Segment, shifts: Shifts) -> list[Kernel]:
+def shifted(segment: Segment, shifts: Shifts) -> list[LoweredTask]:
     """Kernels of a stage whose messages go to other ranks."""
     blocks: list[int] = segment.block.tolist()
-    kernels: list[Kernel] = []
+    kernels: list[LoweredTask] = []
     for block, t in zip(blocks, segment.kernels, strict=True):
         if block < 0 and t.kind in _MESSAGES:
             shift = shifts[(t.kind is TaskKind.SEND) == (t.phase == "forward")]

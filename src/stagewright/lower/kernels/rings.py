@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from stagewright.graph.node import BYTES
-from stagewright.lower.kernels.kernel import Dependency, Kernel, TaskPart
+from stagewright.lower.kernels.kernel import BlockSection, Dependency, LoweredTask
 from stagewright.program.columns import TaskKind
 
 
@@ -23,15 +23,15 @@ class _Hop(NamedTuple):
     """Common attributes of all messages of a ring."""
 
     phase: str
-    part: TaskPart
+    part: BlockSection
     axes: tuple[str, ...]
     dtype: str
     bytes: int
 
-    def pair(self, name: str, deps: Sequence[Dependency]) -> list[Kernel]:
+    def pair(self, name: str, deps: Sequence[Dependency]) -> list[LoweredTask]:
         """Message to the next rank of the ring, and message from the previous rank."""
         send, recv = (
-            Kernel(
+            LoweredTask(
                 f"{name}.{op}", op, kind, self.phase, self.part, axes=self.axes, shift=shift,
                 comm_bytes=self.bytes, dtype=self.dtype,
             )
@@ -42,8 +42,8 @@ class _Hop(NamedTuple):
 
 
 def ring_steps(
-    whole: Kernel, keys: LocalKeys, axes: tuple[str, ...], ranks: int, gradients: str | None
-) -> list[Kernel]:
+    whole: LoweredTask, keys: LocalKeys, axes: tuple[str, ...], ranks: int, gradients: str | None
+) -> list[LoweredTask]:
     """Split the attention kernel `whole` into `ranks` steps with messages between them.
 
     `gradients`: in backward, gradients of keys and values travel with them and take one more step
@@ -53,16 +53,18 @@ def ring_steps(
     back = hop
     if gradients == "ring":
         back = hop._replace(dtype="fp32", bytes=keys.bytes * 4 // int(BYTES[keys.dtype]))
-    tasks: list[Kernel] = []
+    tasks: list[LoweredTask] = []
     key_deps = [*keys.deps]
     other_deps = [d for d in whole.deps if d not in key_deps]
-    sums: list[Kernel] = []  # gradients of keys that arrived with the keys, to which a rank adds
+    sums: list[
+        LoweredTask
+    ] = []  # gradients of keys that arrived with the keys, to which a rank adds
     for step in range(ranks):
         step_deps = key_deps
         if step < ranks - 1:
             tasks += (sent := hop.pair(f"{whole.name}.keys{step + 1}", key_deps))
             key_deps = [sent[1]]
-        compute = Kernel(
+        compute = LoweredTask(
             f"{whole.name}.step{step}", whole.op, TaskKind.COMPUTE, whole.phase, whole.part,
             flops=whole.flops * (step + 1) // ranks - whole.flops * step // ranks,
             traffic=whole.traffic * (step + 1) // ranks - whole.traffic * step // ranks,
@@ -77,18 +79,18 @@ def ring_steps(
 
 def return_gradients(
     phase: str,
-    part: TaskPart,
+    part: BlockSection,
     axes: tuple[str, ...],
     ranks: int,
     size: int,
     deps: Sequence[Dependency],
-) -> list[Kernel]:
+) -> list[LoweredTask]:
     """Messages that sum gradients of keys around the ring in fp32.
 
     `size`: bytes of one rank's keys; `deps`: tasks that make the gradients.
     """
     hop = _Hop(phase, part, axes, "fp32", size)
-    tasks: list[Kernel] = []
+    tasks: list[LoweredTask] = []
     for step in range(ranks):
         tasks += hop.pair(f"d_keys{step + 1}", deps)
         deps = [tasks[-1]]
