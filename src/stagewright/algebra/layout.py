@@ -54,8 +54,8 @@ class Mesh:
     def degree_of(self, name: str) -> str:
         """The degree that the name of a group or of an axis stands for.
 
-        A group is its own degree unless `stands_for` says otherwise; another axis belongs to the first
-        group that has it.
+        A group is its own degree unless `stands_for` says otherwise; another axis belongs to the
+        first group that has it.
 
         >>> parts = "dp_replicate", "dp_shard"
         >>> mesh = Mesh((("dp_shard", 2), ("dp_replicate", 4)), (("dp", parts),))

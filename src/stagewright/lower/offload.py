@@ -46,9 +46,9 @@ def activations(
     stream = [LiveValue(STREAM)] if any(n.op == "input" for n in saved) else []
     deps: list[Dependency] = [*makers, *stream]
     store = LoweredTask("offload", "store", TaskKind.STORE, "forward", BlockSection.FORWARD,
-                 comm_bytes=total, dtype=dtype, deps=deps, reads=list(saved))  # fmt: skip
+                        comm_bytes=total, dtype=dtype, deps=deps, reads=list(saved))  # fmt: skip
     load = LoweredTask("reload", "load", TaskKind.LOAD, "backward", BlockSection.RELOAD,
-                comm_bytes=total, dtype=dtype, deps=[store])  # fmt: skip
+                       comm_bytes=total, dtype=dtype, deps=[store])  # fmt: skip
     for t in later:
         if any(owner(n) in saved for n in t.reads):
             t.deps.append(load)
@@ -66,11 +66,13 @@ def states(tasks: Sequence[LoweredTask], size: Mapping[Node, int]) -> list[Lower
         return [*tasks]
     new = [n for t in updates for n in t.made]
     old = [n.srcs[0] for n in new]  # gradients come first
-    store = LoweredTask("gradients.offload", "store", TaskKind.STORE, "optimizer", BlockSection.UPDATE,
-                 comm_bytes=sum(size[n] for n in old), dtype=old[0].dtype,
-                 deps=list(dict.fromkeys(d for t in updates for d in t.deps)))  # fmt: skip
-    load = LoweredTask("parameters.reload", "load", TaskKind.LOAD, "optimizer", BlockSection.UPDATE,
-                comm_bytes=sum(size[n] for n in new), dtype=new[0].dtype, deps=[store])  # fmt: skip
+    section = BlockSection.UPDATE
+    store = LoweredTask("gradients.offload", "store", TaskKind.STORE, "optimizer", section,
+                        comm_bytes=sum(size[n] for n in old), dtype=old[0].dtype,
+                        deps=list(dict.fromkeys(d for t in updates for d in t.deps)))  # fmt: skip
+    load = LoweredTask("parameters.reload", "load", TaskKind.LOAD, "optimizer", section,
+                       comm_bytes=sum(size[n] for n in new), dtype=new[0].dtype,
+                       deps=[store])  # fmt: skip
     removed = set(updates)
     first = next(i for i, t in enumerate(tasks) if t in removed)
     remaining = [t for t in tasks if t not in removed]

@@ -86,15 +86,15 @@ class Shape:
 class Tasks:
     """One row per task, in program order; every dependency points to an earlier row.
 
-    `lower.assembly.distinct_actions` makes those of a compiled run. `time.simulate.order` says where
-    a framework issues tasks in another order.
+    `lower.assembly.distinct_actions` makes those of a compiled run; `time.simulate.order` lists
+    where issue order departs from program order.
 
     Units: `flops` floating-point operations (2 per multiply-add); `traffic` bytes read and written
     in device memory; `comm_bytes` bytes of the local input of a collective (of an all_gather: the
     shard of this rank; of an all_reduce, reduce_scatter or all_to_all: the full tensor on this
     rank), or of a message, or of a copy to or from the host. All members of a group have the same
-    `comm_bytes`: in an uneven collective, the bytes of the even one of equal duration; `local_bytes`
-    has those of the rank.
+    `comm_bytes`: in an uneven collective, the bytes of the even one of equal duration;
+    `local_bytes` has those of the rank.
 
     Kernels run on one stream, slot -1. Small kernels between the collectives of a communicator
     have its slot and run on its stream.
@@ -527,7 +527,7 @@ class RankClass:
 
     @property
     def memory(self) -> Mapping[str, int]:
-        """Bytes per rank at the peak in program order: by category, their sum `peak`, `allowance`."""
+        """Bytes per rank at the peak in program order, by category; `peak`; `allowance`."""
         memory = self.work.memory
         return {**memory, "allowance": self.allowance} if self.allowance else memory
 

@@ -102,8 +102,8 @@ def write_ranks(
 ) -> dict[str, Any]:
     """Write the files of some ranks, the groups, and the manifest, which begins as `head`.
 
-    `users` as in `Program.group_chunks`, `extra_files` as in `write`. With a `cluster`, its machines
-    write into `out`, which all of them share.
+    `users` as in `Program.group_chunks`, `extra_files` as in `write`. With a `cluster`, its
+    machines write into `out`, which all of them share.
     """
     path = _absolute(out)
     format = FORMATS[head["format"]]

@@ -176,8 +176,15 @@ def merged(items: Sequence[Item]) -> list[Row]:
         by_key[key] = [*row, (i, t)]
     remaining = dict(enumerate(by_key.values()))
     row_of = {t: n for n, row in remaining.items() for _, t in row}
-    deps = {n: {row_of[d] for _, t in row for d in t.deps if isinstance(d, LoweredTask) and d in row_of}
-            for n, row in remaining.items()}  # fmt: skip
+    deps = {
+        n: {
+            row_of[d]
+            for _, t in row
+            for d in t.deps
+            if isinstance(d, LoweredTask) and d in row_of
+        }
+        for n, row in remaining.items()
+    }
     ordered: list[Row] = []
     while remaining:
         n = next(n for n in remaining if not deps[n] & (remaining.keys() - {n}))

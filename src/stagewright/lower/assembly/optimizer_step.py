@@ -37,14 +37,15 @@ class ClipNorm(NamedTuple):
         total = tuple(a for a in self.axes if not any(a in axes for axes in groups))
         exchanges = [(axes, size * gradients) for axes in groups if gradients]
         exchanges += [(total, size)] if total else []
-        compute, part = TaskKind.COMPUTE, BlockSection.NORM
+        compute, collective, part = TaskKind.COMPUTE, TaskKind.COLLECTIVE, BlockSection.NORM
         return [
             LoweredTask("grad_norm", "add", compute, "optimizer", part,
-                   flops=norms, traffic=4 * (norms + 1), dtype="fp32"),
-            *(LoweredTask("grad_norm.all_reduce", "all_reduce", TaskKind.COLLECTIVE, "optimizer", part,
-                     axes=axes, comm_bytes=width, dtype=self.dtype) for axes, width in exchanges),
+                        flops=norms, traffic=4 * (norms + 1), dtype="fp32"),
+            *(LoweredTask("grad_norm.all_reduce", "all_reduce", collective, "optimizer", part,
+                          axes=axes, comm_bytes=width, dtype=self.dtype)
+              for axes, width in exchanges),
             LoweredTask("clip_scale", "divide", compute, "optimizer", part,
-                   flops=3, traffic=8, dtype="fp32"),
+                        flops=3, traffic=8, dtype="fp32"),
         ]  # fmt: skip
 
 

@@ -36,8 +36,8 @@ class KernelRules(NamedTuple):
     """Consecutive element-wise ops are one kernel."""
     bucket: str = "layer"
     """Collectives of a block's weights and gradients that are merged: "layer" all of one kind,
-    "parameter" none, "step" all but those of gradients reduced once per step, "rank" as "layer" with
-    all-reduces for gradients reduced once per step."""
+    "parameter" none, "step" all but those of gradients reduced once per step, "rank" as "layer"
+    with all-reduces of these."""
     key_grads: str = "reduce_scatter"
     """Communication that returns gradients of gathered keys: `cp_grad_comm_type`."""
     adds_casts: bool = False
@@ -299,7 +299,10 @@ class _Lowering:
         return new
 
     def collective_task(self, n: Node, op: str, axes: tuple[str, ...]) -> LoweredTask:
-        """Collective of a node; its bytes are those of the local input, padded if a split does not divide."""
+        """Collective of a node.
+
+        Its bytes are those of the local input, padded if a split does not divide.
+        """
         (src,) = n.srcs
         size = bytes_of(src, self.extent)
         if op == "reduce_scatter":
@@ -354,7 +357,7 @@ _BUCKETED = frozenset(
         Role.TABLE_GRADIENT, Role.WHOLE_GRADIENT, Role.OWN_ROWS, Role.COUNTED, Role.UPDATED,
     }
 )  # fmt: skip
-"""Roles of values whose collectives are merged to one of all of a block, by `KernelRules.bucket`."""
+"""Roles of values whose collectives in a block may be merged, by `KernelRules.bucket`."""
 
 
 def _ring_axes(n: Node) -> tuple[str, ...]:

@@ -9,8 +9,8 @@ one type per attribute and takes any other for 0, and it knows data_deps only. S
 - data_deps are all dependencies, ctrl_deps those that the schedule demands (`Tasks.order`).
 
 Ranks of one class share all bytes but the names of their groups, their own rank and their partners'
-ranks. Ranks that also write these equally wide form a `Batch`. It is encoded once, as a `Template`, into
-which each rank patches its own values.
+ranks. Ranks that also write these equally wide form a `Batch`. It is encoded once, as a `Template`,
+into which each rank patches its own values.
 """
 
 from __future__ import annotations
