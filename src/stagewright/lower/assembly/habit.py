@@ -177,12 +177,7 @@ def merged(items: Sequence[Item]) -> list[Row]:
     remaining = dict(enumerate(by_key.values()))
     row_of = {t: n for n, row in remaining.items() for _, t in row}
     deps = {
-        n: {
-            row_of[d]
-            for _, t in row
-            for d in t.deps
-            if isinstance(d, LoweredTask) and d in row_of
-        }
+        n: {row_of[d] for _, t in row for d in t.deps if isinstance(d, LoweredTask) and d in row_of}
         for n, row in remaining.items()
     }
     ordered: list[Row] = []
