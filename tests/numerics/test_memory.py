@@ -183,11 +183,11 @@ def terms(**settings: Any) -> dict[str, Fraction]:
     mesh, _ = parallelization(run, compiled.model)
     extent = extent_of(sizes_of(run, compiled.model), mesh)
     tasks = lower_block(graph, run, extent, BlockVariant("layer")).tasks
-    made = {n for t in tasks if t.part is BlockSection.FORWARD for n in t.made}
+    made = {n for t in tasks if t.section is BlockSection.FORWARD for n in t.made}
     made |= {n for n in graph if n.op == "input" and n.name == "x"}
     kept: dict[Node, None] = {}
     for t in tasks:
-        if t.part is BlockSection.BACKWARD:
+        if t.section is BlockSection.BACKWARD:
             kept |= dict.fromkeys(n for n in t.reads if n in made and n.phase == "forward")
     found: dict[str, Fraction] = {}
     for n in kept:

@@ -215,10 +215,14 @@ def kept(name: str, **settings: Any) -> int:
     mesh, _ = parallelization(run, model)
     extent = extent_of(sizes_of(run, model), mesh)
     tasks, _ = kernels(graph, extent, mesh)
-    made = {n for t in tasks if t.part is BlockSection.FORWARD for n in t.made}
+    made = {n for t in tasks if t.section is BlockSection.FORWARD for n in t.made}
     made |= {n for n in graph if n.op == "input"}
     read = {
-        n for t in tasks if t.part is BlockSection.BACKWARD for n in t.reads if n.phase == "forward"
+        n
+        for t in tasks
+        if t.section is BlockSection.BACKWARD
+        for n in t.reads
+        if n.phase == "forward"
     }
     return round(sum(bytes_of(n, extent) for n in made & read) / 4096)
 

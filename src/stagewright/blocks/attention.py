@@ -83,7 +83,7 @@ def _attention(b: Builder, h: Node, mixer: str, rotary: bool) -> Node:
                     "scope": scope,
                 }
                 heads[name] = apply("norm", f"{z}->{z}", heads[name], **attrs)
-    chosen = choice(b, h, None, mixer, turned=rotary) if reach.top else None
+    chosen = choice(b, h, None, mixer, rotary=rotary) if reach.top else None
     if b.recipe.operators.repeat_kv and g == "G" and not chosen:
         heads |= {n: b.repeated(heads[n], n, heads["q"]) for n in "kv"}
         g = "A"
@@ -196,11 +196,11 @@ def _core_operand(name: str, x: Node) -> Node:
 def _apply_rope(b: Builder, x: Node, head: str, name: str) -> Node:
     """Rotary position on the first channels of every head, [B, S, heads, D]."""
     c, z = b.config, f"bs{head}"
-    turned = c.rotary_channels
-    if turned == c.kv_channels:
+    rotary = c.rotary_channels
+    if rotary == c.kv_channels:
         return b.rope(x, f"{z}D", name)
-    first = part(x, f"{z}D->{z}Z", size(turned), first=True, name=f"{name}_part")
-    rest = size(c.kv_channels - turned)
+    first = part(x, f"{z}D->{z}Z", size(rotary), first=True, name=f"{name}_part")
+    rest = size(c.kv_channels - rotary)
     plain = part(x, f"{z}D->{z}N", rest, first=False, name=f"{name}_rest")
     joined = f"{z}Z,{z}N->{z}D"
     return join(b.rope(first, f"{z}Z", name), plain, joined, size("D"), name=f"{name}_joined")
@@ -246,7 +246,7 @@ def _latent(b: Builder, h: Node, mixer: str, rotary: bool) -> Node:
     w_uv = up("w_uv", "C", "A/tp", "U", scope=scope)
     operands = LatentOperands(plain, turned, latent, shared, w_uk, w_uv)
     if reach.top:
-        chosen = choice(b, h, source, mixer, turned=rotary)
+        chosen = choice(b, h, source, mixer, rotary=rotary)
         o = _absorbed(b, operands, reach, chosen)
     else:
         o = (_absorbed if b.recipe.absorb else _naive)(b, operands, reach)

@@ -106,8 +106,8 @@ def _with_root_unit(
     With `root_first`, all units reduce after the whole backward: the root, then the others from the
     first on.
     """
-    gather_parts = (BlockSection.GATHER_ONCE, BlockSection.GATHER)
-    root_gathers = [(i, t) for i, t in items if i in root and t.part in gather_parts]
+    gather_sections = (BlockSection.GATHER_ONCE, BlockSection.GATHER)
+    root_gathers = [(i, t) for i, t in items if i in root and t.section in gather_sections]
     all_reductions = _reductions(items)
     reductions = {i: [item for item in all_reductions if item[0] == i] for i, _ in items}
     additions = {
@@ -117,7 +117,7 @@ def _with_root_unit(
     moved |= {t for _, t in root_gathers}
     remaining = _gather_after_loss([item for item in items if item[1] not in moved])
     # Gradients are complete after the backward of their block; the root's, of all blocks.
-    last_row = {i: n for n, (i, t) in enumerate(remaining) if t.part is BlockSection.BACKWARD}
+    last_row = {i: n for n, (i, t) in enumerate(remaining) if t.section is BlockSection.BACKWARD}
     last = max(last_row.values(), default=-1)
     rows = merged(root_gathers)
     for n, (i, t) in enumerate(remaining):
@@ -143,10 +143,10 @@ def _adds_before_reduction(t: LoweredTask) -> bool:
 
 def _gather_after_loss(items: Sequence[Item]) -> Row:
     """Gather for the second block of backward when the loss has its gradient."""
-    start = next((n for n, (_, t) in enumerate(items) if t.part is BlockSection.BACKWARD), 0)
+    start = next((n for n, (_, t) in enumerate(items) if t.section is BlockSection.BACKWARD), 0)
     first = items[start][0] if items else 0
     gathers = [
-        (i, t) for i, t in items[:start] if t.part is BlockSection.GATHER_AGAIN and i != first
+        (i, t) for i, t in items[:start] if t.section is BlockSection.GATHER_AGAIN and i != first
     ]
     deferred = {t for _, t in gathers}
     candidates = range(start, len(items))
@@ -166,7 +166,7 @@ def _reductions(items: Sequence[Item]) -> Row:
     moved: set[LoweredTask] = set()
     for _, t in items:
         depends = any(isinstance(d, LoweredTask) and d in moved for d in t.deps)
-        if t.part in (BlockSection.BACKWARD, BlockSection.REDUCE_ONCE) and (
+        if t.section in (BlockSection.BACKWARD, BlockSection.REDUCE_ONCE) and (
             depends or moves_gradients(t)
         ):
             moved.add(t)
@@ -202,9 +202,9 @@ def _pair_gathered_weights(values: StageValues) -> None:
     """Record weights of each unit, as forward and as backward gathers them."""
     for i, placed in enumerate(values.blocks):
         gathered = [
-            [new.nodes[0] for t in placed.block.by_part.get(part, ())
+            [new.nodes[0] for t in placed.block.by_section.get(section, ())
              if t.kind == TaskKind.COLLECTIVE for new in placed.block.uses[t].new]
-            for part in (BlockSection.GATHER, BlockSection.GATHER_AGAIN)
+            for section in (BlockSection.GATHER, BlockSection.GATHER_AGAIN)
         ]  # fmt: skip
         for forward_node, backward_node in zip(*gathered, strict=False):
             forward, backward = values.value(i, forward_node), values.value(i, backward_node)
@@ -245,16 +245,16 @@ def _add_gather_buffers(values: StageValues, action: ActionRows, rows: Sequence[
     returns; in backward it is freed at once. `rows`: rows of all microbatches.
     """
     root = _unit(values.root_blocks)
-    gather_part = BlockSection.GATHER if action.forward else BlockSection.GATHER_AGAIN
+    gather_section = BlockSection.GATHER if action.forward else BlockSection.GATHER_AGAIN
     begins: dict[int, int] = {}  # per block, its first row
     gather_rows = set[int]()
     sizes: dict[int, int] = {}  # per block, gathered bytes
     collective_rows: dict[int, int] = {}  # per block
     for i, row_of in enumerate(action.row_of):
         for t, row in row_of.items():
-            if t.part in (BlockSection.FORWARD, BlockSection.BACKWARD):
+            if t.section in (BlockSection.FORWARD, BlockSection.BACKWARD):
                 begins[i] = min(row, begins.get(i, row))
-            elif t.part is gather_part:
+            elif t.section is gather_section:
                 gather_rows.add(row)
                 if t.kind == TaskKind.COLLECTIVE:
                     collective_rows[i] = row
@@ -293,7 +293,7 @@ def _begin_with_block(
     the order of the host; backward prefetches the next unit.
     """
     for i, begin in begins.items():
-        for t in values.blocks[i].block.by_part.get(BlockSection.GATHER, ()):
+        for t in values.blocks[i].block.by_section.get(BlockSection.GATHER, ()):
             for new in values.blocks[i].block.uses[t].new:
                 v = values.value(i, new.nodes[0])
                 if v is None:

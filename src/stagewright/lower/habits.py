@@ -71,7 +71,7 @@ class GradientsSetToNone(Habit):
         if action.forward or self.one_microbatch:
             return
         for i, t in action.order:
-            if t.part is BlockSection.BACKWARD and t.op == "accumulate":
+            if t.section is BlockSection.BACKWARD and t.op == "accumulate":
                 gradient, total = values.value(i, t.reads[0]), values.value(i, t.made[0])
                 if gradient is not None and total is not None and gradient is not total:
                     values.first_gradients.append((gradient, total))

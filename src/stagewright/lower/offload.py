@@ -29,9 +29,9 @@ def activations(
     `save_and_offload_only_these_names` offloads.
     """
     owner = PERMANENT_BUFFERS.owner  # no gradient of a weight is made in forward
-    made = {owner(n) for t in tasks if t.part is BlockSection.FORWARD for n in t.made}
+    made = {owner(n) for t in tasks if t.section is BlockSection.FORWARD for n in t.made}
     made |= {n for n in graph if with_input and interface(n) == LiveValue(STREAM)}
-    later = [t for t in tasks if t.part in _LATER]
+    later = [t for t in tasks if t.section in _LATER]
     read = dict.fromkeys(owner(n) for t in later for n in t.reads)
     saved = {n: None for n in read if n in made and not PERMANENT_BUFFERS.permanent(n)}
     total = sum(size[n] for n in saved)
@@ -41,7 +41,7 @@ def activations(
     makers = [
         t
         for t in tasks
-        if t.part is BlockSection.FORWARD and any(owner(n) in saved for n in t.made)
+        if t.section is BlockSection.FORWARD and any(owner(n) in saved for n in t.made)
     ]
     stream = [LiveValue(STREAM)] if any(n.op == "input" for n in saved) else []
     deps: list[Dependency] = [*makers, *stream]

@@ -272,7 +272,7 @@ def served_footprint(
         sum(bytes_of(n, extent) for n in params if not n.binding.tied),
         {n.binding.tied: bytes_of(n, extent) for n in params if n.binding.tied},
         sum(bytes_of(n, extent) for n in caches),
-        _peak([t for t in kernels if t.part is BlockSection.FORWARD], static, extent),
+        _peak([t for t in kernels if t.section is BlockSection.FORWARD], static, extent),
     )
 
 

@@ -19,14 +19,14 @@ from stagewright.run.settings import Run
 
 
 class AxisUse(NamedTuple):
-    """Axis of the mesh, the degree that it is part of, and the degree of the experts' weights."""
+    """Axis of the mesh; the degree, or axis of tp, that it is part of; that of experts' weights."""
 
     name: str
     size: int
-    dense: (
-        str  # tp, or an axis of tp: tp_kv, tp_rep, tp_group, tp_dcp; cp, dp or one of its two, pp
-    )
-    expert: str  # etp, ep, edp, pp; "": none
+    dense: str
+    """tp or an axis of tp (tp_kv, tp_rep, tp_group, tp_dcp), cp, dp, dp_shard, dp_replicate, pp."""
+    expert: str
+    """etp, ep, edp, pp; "": none."""
 
 
 def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> tuple[Mesh, Plan]:

@@ -126,7 +126,7 @@ def in_buckets(items: Sequence[Item], cap: int, first_cap: int) -> list[Row]:
             bucket_and_dependents.add(t)
             after_bucket.append((i, t))
         elif (
-            t.part is BlockSection.REDUCE_ONCE
+            t.section is BlockSection.REDUCE_ONCE
             and moves_gradients(t)
             and (not bucket or _message_key(t) == _message_key(bucket[0][1]))
         ):
@@ -156,9 +156,9 @@ def merge_messages(row: Row) -> LoweredTask:
     first = row[0][1]
     if len(row) == 1:
         return first
-    name = f"{_MERGED.get(first.part, 'root')}.{first.op}"
+    name = f"{_MERGED.get(first.section, 'root')}.{first.op}"
     size = sum(t.comm_bytes for _, t in row)
-    return LoweredTask(name, first.op, first.kind, first.phase, first.part, axes=first.axes,
+    return LoweredTask(name, first.op, first.kind, first.phase, first.section, axes=first.axes,
                   comm_bytes=size, dtype=first.dtype)  # fmt: skip
 
 

@@ -191,7 +191,7 @@ def permanent_bytes(
 
 
 def _category(t: LoweredTask) -> str:
-    if t.part.gathers:
+    if t.section.gathers:
         return "gathered_parameters"
     return "workspace" if t.kind == TaskKind.COMPUTE else "communication"
 
@@ -203,8 +203,8 @@ def moves_gradients(t: LoweredTask) -> bool:
 
 # ---- blocks --------------------------------------------------------------------------------------
 
-FORWARD_PARTS = (BlockSection.GATHER_ONCE, BlockSection.GATHER, BlockSection.FORWARD)
-BACKWARD_PARTS = (
+FORWARD_SECTIONS = (BlockSection.GATHER_ONCE, BlockSection.GATHER, BlockSection.FORWARD)
+BACKWARD_SECTIONS = (
     BlockSection.GATHER_AGAIN,
     BlockSection.RELOAD,
     BlockSection.BACKWARD,
@@ -238,7 +238,7 @@ class LoweredBlock:
     allocation: Allocation = PERMANENT_BUFFERS
     root: bool = False
     """Weights are gathered and reduced with those of other root blocks of the stage."""
-    by_part: Mapping[BlockSection, Sequence[LoweredTask]] = field(init=False)
+    by_section: Mapping[BlockSection, Sequence[LoweredTask]] = field(init=False)
     norms: int = field(init=False)
     """Number of gradients with a norm."""
     tied: frozenset[str] = field(init=False)
@@ -246,10 +246,10 @@ class LoweredBlock:
     _owners: dict[Node, Node] = field(init=False, default_factory=dict[Node, Node])
 
     def __post_init__(self) -> None:
-        by_part: dict[BlockSection, list[LoweredTask]] = {}
+        by_section: dict[BlockSection, list[LoweredTask]] = {}
         for t in self.tasks:
-            by_part.setdefault(t.part, []).append(t)
-        object.__setattr__(self, "by_part", by_part)
+            by_section.setdefault(t.section, []).append(t)
+        object.__setattr__(self, "by_section", by_section)
         object.__setattr__(self, "norms", sum(n.op == "norm2" for n in self.graph))
         copies = (n.binding.tied for n in self.graph if n.op == "param")
         object.__setattr__(self, "tied", frozenset(name for name in copies if name))
@@ -272,7 +272,7 @@ def weight_half(
     """
     read = {d for t in tasks for d in t.deps}
     stack = [t for t in tasks if t.phase == "recompute" and t not in read]
-    stack += [t for t in tasks if t.part in (BlockSection.GATHER_AGAIN, BlockSection.RELOAD)]
+    stack += [t for t in tasks if t.section in (BlockSection.GATHER_AGAIN, BlockSection.RELOAD)]
     stack += [t for t in input_gradients if isinstance(t, LoweredTask)]
     input_half: set[LoweredTask] = set()
     while stack:
@@ -281,7 +281,7 @@ def weight_half(
             input_half.add(t)
             stack += (d for d in t.deps if isinstance(d, LoweredTask))
             stack += [t.twin] if t.twin else []  # another rank waits for it in this half
-    return frozenset(t for t in tasks if t.part in BACKWARD_PARTS and t not in input_half)
+    return frozenset(t for t in tasks if t.section in BACKWARD_SECTIONS and t not in input_half)
 
 
 class StageBlock(NamedTuple):

@@ -11,7 +11,7 @@ from stagewright.arrays import Int
 from stagewright.graph.node import BYTES
 from stagewright.lower.assembly.habit import Row, merge_messages
 from stagewright.lower.assembly.segments import OPTIMIZER, RowRefs, Segment
-from stagewright.lower.assembly.stages import UPDATE_PARTS, Stage
+from stagewright.lower.assembly.stages import UPDATE_SECTIONS, Stage
 from stagewright.lower.kernels.kernel import BlockSection, LoweredTask
 from stagewright.program.columns import TaskKind
 
@@ -37,14 +37,14 @@ class ClipNorm(NamedTuple):
         total = tuple(a for a in self.axes if not any(a in axes for axes in groups))
         exchanges = [(axes, size * gradients) for axes in groups if gradients]
         exchanges += [(total, size)] if total else []
-        compute, collective, part = TaskKind.COMPUTE, TaskKind.COLLECTIVE, BlockSection.NORM
+        compute, collective, section = TaskKind.COMPUTE, TaskKind.COLLECTIVE, BlockSection.NORM
         return [
-            LoweredTask("grad_norm", "add", compute, "optimizer", part,
+            LoweredTask("grad_norm", "add", compute, "optimizer", section,
                         flops=norms, traffic=4 * (norms + 1), dtype="fp32"),
-            *(LoweredTask("grad_norm.all_reduce", "all_reduce", collective, "optimizer", part,
+            *(LoweredTask("grad_norm.all_reduce", "all_reduce", collective, "optimizer", section,
                           axes=axes, comm_bytes=width, dtype=self.dtype)
               for axes, width in exchanges),
-            LoweredTask("clip_scale", "divide", compute, "optimizer", part,
+            LoweredTask("clip_scale", "divide", compute, "optimizer", section,
                         flops=3, traffic=8, dtype="fp32"),
         ]  # fmt: skip
 
@@ -61,8 +61,8 @@ def optimizer_step(stages: Sequence[Stage], clip: ClipNorm | None) -> Segment:
     blocks: list[list[int]] = [stage.updates.block.tolist() for stage in stages]
     deps: list[RowRefs] = []
     clip_row = -1
-    for p, part in enumerate(UPDATE_PARTS):
-        if part is BlockSection.UPDATE and clip is not None:
+    for p, section in enumerate(UPDATE_SECTIONS):
+        if section is BlockSection.UPDATE and clip is not None:
             norms = [row_of[s][n] for s, stage in enumerate(stages) for n in _last_norms(stage)]
             gradients = sum(placed.block.norms for stage in stages for placed in stage.blocks)
             first = len(kernels)
@@ -100,12 +100,12 @@ def _last_norms(stage: Stage) -> list[int]:
 
 
 def _rows(stages: Sequence[Stage], p: int) -> Iterable[Sequence[tuple[int, int]]]:
-    """Rows of a part: the stage and the update of each task that a row has."""
+    """Rows of a section: the stage and the update of each task that a row has."""
     items = [(s, n) for s, x in enumerate(stages) for n in range(*x.update_begin[p : p + 2])]
-    part = UPDATE_PARTS[p]
-    if part is BlockSection.TIE:
+    section = UPDATE_SECTIONS[p]
+    if section is BlockSection.TIE:
         items.sort(key=lambda item: stages[item[0]].updates.kernels[item[1]].axes)
-    if part is BlockSection.UPDATE and stages:
+    if section is BlockSection.UPDATE and stages:
         tasks: Row = [(i, stages[s].updates.kernels[n]) for i, (s, n) in enumerate(items)]
         arranged = stages[0].habits.arrange_updates(tasks)
         if arranged is not None:

@@ -156,7 +156,7 @@ class StageValues:
         if use.scratch is not None:
             scratch = self._add(i, f"{t.name}.temporary", phase, "workspace", use.scratch)
             scratch.touch(row, phase)
-        if t.kind is _LOAD and t.part is not _UPDATE:
+        if t.kind is _LOAD and t.section is not _UPDATE:
             self._reloaded[i] = self._add(i, t.name, phase, "activations", t.comm_bytes)
             self._reloaded[i].touch(row, phase)
         on_host = placed.block.offloaded if phase in ("recompute", "backward") else ()
@@ -185,10 +185,10 @@ class StageValues:
         for i, row in action.last_rows().items():
             self.extend_weights(i, (BlockSection.GATHER_ONCE,), action.touch_by(row))
 
-    def extend_weights(self, i: int, parts: Sequence[BlockSection], touch: RowRef) -> None:
-        """Extend weights that these parts of block `i` gather or cast to a row."""
+    def extend_weights(self, i: int, sections: Sequence[BlockSection], touch: RowRef) -> None:
+        """Extend weights that these sections of block `i` gather or cast to a row."""
         block = self.blocks[i].block
-        for t in (t for part in parts for t in block.by_part.get(part, ())):
+        for t in (t for section in sections for t in block.by_section.get(section, ())):
             for new in block.uses[t].new:
                 if new.nodes[0].role is not Role.SENT:
                     self._of_node[i][new.nodes[0]].touches.append(touch)

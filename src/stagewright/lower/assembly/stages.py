@@ -17,8 +17,8 @@ from stagewright.arrays import Bool
 from stagewright.graph.roles import CLIP, STREAM
 from stagewright.lower.assembly.habit import Habit, Item, Row, merge_messages, one_by_one
 from stagewright.lower.assembly.lowered_block import (
-    BACKWARD_PARTS,
-    FORWARD_PARTS,
+    BACKWARD_SECTIONS,
+    FORWARD_SECTIONS,
     Crossing,
     RowRef,
     StageBlock,
@@ -41,7 +41,7 @@ from stagewright.lower.kernels.live_values import LiveValue
 from stagewright.program.columns import TaskKind
 from stagewright.schedule.places import Place
 
-UPDATE_PARTS = (BlockSection.TIE, BlockSection.NORM, BlockSection.UPDATE)
+UPDATE_SECTIONS = (BlockSection.TIE, BlockSection.NORM, BlockSection.UPDATE)
 """Parts of a block in the optimizer action."""
 _EACH_PASS = (BlockSection.GATHER, BlockSection.GATHER_AGAIN)
 _GATHER_ONCE, _REDUCE_ONCE = BlockSection.GATHER_ONCE, BlockSection.REDUCE_ONCE
@@ -144,12 +144,12 @@ class Stage:
         self.row_of_task: list[dict[LoweredTask, tuple[int, int]]] = [{} for _ in key.blocks]
         self.forward = self.backward = ActionRows(Copy.FORWARD, self.stage, []).finish({})
         self.updates = self.forward
-        """Rows in the optimizer action: those of `UPDATE_PARTS`, one after the other.
+        """Rows in the optimizer action: those of `UPDATE_SECTIONS`, one after the other.
 
         A dependency on row -1 of the optimizer action is one on the factor that clips gradients.
         """
-        self.update_begin = [0] * (len(UPDATE_PARTS) + 1)
-        """First row of each of `UPDATE_PARTS` in `updates`, and the end."""
+        self.update_begin = [0] * (len(UPDATE_SECTIONS) + 1)
+        """First row of each of `UPDATE_SECTIONS` in `updates`, and the end."""
         self.num_messages = 1
         """Largest number of messages of one action along one axis."""
 
@@ -177,11 +177,14 @@ class Stage:
         """Build the rows in the optimizer action. Build both directions first."""
         items: list[Item] = []
         self.update_begin = [0]
-        for part in UPDATE_PARTS:
-            part_items = [item for i in range(len(self.blocks)) for item in self._tasks(i, [part])]
-            if part is BlockSection.TIE:  # ranks with several tied tables reduce them in one order
-                part_items.sort(key=lambda item: item[1].axes)
-            items += part_items
+        for section in UPDATE_SECTIONS:
+            section_items = [
+                item for i in range(len(self.blocks)) for item in self._tasks(i, [section])
+            ]
+            if section is BlockSection.TIE:
+                # Ranks with several tied tables reduce them in one order.
+                section_items.sort(key=lambda item: item[1].axes)
+            items += section_items
             self.update_begin.append(len(items))
         row_of = {item: row for row, item in enumerate(items)}
         deps: list[RowDep] = []
@@ -231,9 +234,9 @@ class Stage:
                     tags[pair] = messages
                 tag = tags[pair]
             row = action.add(t, block, tag)
-            if t.part in _ONCE:
+            if t.section in _ONCE:
                 action.once_per_step.append(row)
-            elif t.part in _EACH_PASS:
+            elif t.section in _EACH_PASS:
                 action.gathers.append(row)
             for item in group:
                 self._record(item, row, action)
@@ -259,7 +262,7 @@ class Stage:
             dep = self._dep(i, d)
             if dep is not None:
                 # A reduction once per step depends on the last of all microbatches.
-                last = t.part is _REDUCE_ONCE and dep[0] == Copy.BACKWARD
+                last = t.section is _REDUCE_ONCE and dep[0] == Copy.BACKWARD
                 copy = Copy.LAST_BACKWARD if last else dep[0]
                 action.deps.append((row, copy, dep[1], dep[2]))
 
@@ -268,9 +271,9 @@ class Stage:
 
         Weights are gathered, and activations loaded, one block ahead.
         """
-        parts = FORWARD_PARTS if forward else BACKWARD_PARTS
-        ahead = [part for part in parts if part.ahead]
-        main = [part for part in parts if not part.ahead]
+        sections = FORWARD_SECTIONS if forward else BACKWARD_SECTIONS
+        ahead = [section for section in sections if section.ahead]
+        main = [section for section in sections if not section.ahead]
         items: list[Item] = []
         order = list(range(len(self.blocks)))[:: 1 if forward else -1]
         for n, i in enumerate(order):
@@ -280,9 +283,9 @@ class Stage:
         arranged = self.habits.arrange(items, self.values.root_blocks, forward=forward)
         return one_by_one(items) if arranged is None else arranged
 
-    def _tasks(self, i: int, parts: Sequence[BlockSection]) -> Iterator[Item]:
-        by_part = self.blocks[i].block.by_part
-        return ((i, t) for part in parts for t in by_part.get(part, ()))
+    def _tasks(self, i: int, sections: Sequence[BlockSection]) -> Iterator[Item]:
+        by_section = self.blocks[i].block.by_section
+        return ((i, t) for section in sections for t in by_section.get(section, ()))
 
     def matching_gather(self, segment_row: int, *, forward: bool) -> int:
         """Row of the other direction that gathers the same weights as a row; -1: none."""
@@ -290,7 +293,7 @@ class Stage:
         if not forward:
             here, there = there, here
         for rows in self.row_of_task:
-            gathers = {t: at for t, at in rows.items() if t.part in _EACH_PASS}
+            gathers = {t: at for t, at in rows.items() if t.section in _EACH_PASS}
             task = next((t for t, at in gathers.items() if at == (here, segment_row)), None)
             if task is not None:
                 others = [(t, row) for t, (copy, row) in gathers.items() if copy == there]
@@ -330,8 +333,8 @@ class Stage:
         """Add a row in which one rank broadcasts a value, or a gradient, to all."""
         phase = "forward" if action.forward else "backward"
         name = f"{_message_prefix(value, forward=action.forward)}broadcast"
-        part = BlockSection.FORWARD if action.forward else BlockSection.BACKWARD
-        t = LoweredTask(name, "broadcast", TaskKind.COLLECTIVE, phase, part,
+        section = BlockSection.FORWARD if action.forward else BlockSection.BACKWARD
+        t = LoweredTask(name, "broadcast", TaskKind.COLLECTIVE, phase, section,
                    axes=("pp",), comm_bytes=value.size, dtype=value.dtype)  # fmt: skip
         row = action.add(t)
         if source == self.place.rank:
@@ -375,9 +378,9 @@ class Stage:
         """Build one end of a message between stages (`shifted`): of a value, or of its gradient."""
         phase = "forward" if forward else "backward"
         op = "send" if kind == TaskKind.SEND else "recv"
-        part = BlockSection.FORWARD if forward else BlockSection.BACKWARD
+        section = BlockSection.FORWARD if forward else BlockSection.BACKWARD
         return LoweredTask(
-            f"{_message_prefix(value, forward=forward)}{op}", op, kind, phase, part,
+            f"{_message_prefix(value, forward=forward)}{op}", op, kind, phase, section,
             axes=("pp",), comm_bytes=value.size, dtype=value.dtype,
         )  # fmt: skip
 
@@ -390,7 +393,7 @@ class Stage:
         if isinstance(d, LiveValue):
             return self._input_dep(i, d)
         copy, segment_row = self.row_of_task[i][d]
-        copy = Copy.FIRST_FORWARD if d.part is _GATHER_ONCE else copy
+        copy = Copy.FIRST_FORWARD if d.section is _GATHER_ONCE else copy
         return copy, self.stage, segment_row
 
     def _output_dep(self, c: LiveValue) -> RowRef | None:

@@ -52,7 +52,7 @@ class LoweredTask:
     op: str
     kind: TaskKind
     phase: str
-    part: BlockSection
+    section: BlockSection
     flops: int = 0
     traffic: int = 0
     # COLLECTIVE: outermost first; SEND, RECV: the single axis; COMPUTE: axes of the communicator on

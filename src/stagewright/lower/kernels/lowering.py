@@ -35,9 +35,11 @@ class KernelRules(NamedTuple):
     fuse: bool = True
     """Consecutive element-wise ops are one kernel."""
     bucket: str = "layer"
-    """Collectives of a block's weights and gradients that are merged: "layer" all of one kind,
-    "parameter" none, "step" all but those of gradients reduced once per step, "rank" as "layer"
-    with all-reduces of these."""
+    """Collectives of a block's weights, keys and gradients that are merged.
+
+    "layer": all of one kind; "parameter": none; "step": all but those of gradients reduced once per
+    step; "rank": as "layer", with all-reduces of gradients reduced once per step.
+    """
     key_grads: str = "reduce_scatter"
     """Communication that returns gradients of gathered keys: `cp_grad_comm_type`."""
     adds_casts: bool = False
@@ -86,7 +88,7 @@ class _Lowering:
         for cluster in _clusters_by_need(self.clusters()):
             tasks += self.lower(cluster)
         # Weights come first: a bucket of them delays no task that reads them.
-        return _tasks_by_need(sorted(tasks, key=lambda t: not t.part.gathers))
+        return _tasks_by_need(sorted(tasks, key=lambda t: not t.section.gathers))
 
     # Which nodes become one kernel.
 
@@ -122,7 +124,7 @@ class _Lowering:
             joint[n.op, n.srcs, n.phase] = next(c for c in reversed(result) if n in c)
         return result
 
-    def joins(self, n: Node, cluster: Cluster, behind: set[Node]) -> bool:
+    def joins(self, n: Node, cluster: Cluster, dependents: set[Node]) -> bool:
         """True if an element-wise node continues the open kernel."""
         last = cluster[-1]
         if self.rules.adds_casts and n.op == "accumulate":
@@ -131,9 +133,9 @@ class _Lowering:
             self.rules.fuse
             and _fuses(n)
             and (n.phase, n.once) == (last.phase, last.once)
-            and self.part(n) == self.part(last)
+            and self.section(n) == self.section(last)
             and (n.scope == SUMS) == (last.scope == SUMS)  # else on another stream
-            and not any(s in behind for s in n.srcs)
+            and not any(s in dependents for s in n.srcs)
             and any(s in cluster or any(s in m.srcs for m in cluster) for s in n.srcs)
         )
 
@@ -154,7 +156,7 @@ class _Lowering:
             return None
         return None if producer[0].op in COLLECTIVE_OPS or _is_view(producer[0]) else producer
 
-    def part(self, n: Node) -> BlockSection:
+    def section(self, n: Node) -> BlockSection:
         if n.op == "tie":
             return BlockSection.TIE
         if n.phase == "optimizer":
@@ -194,7 +196,7 @@ class _Lowering:
         """Kernel that copies a slice."""
         size = bytes_of(n, self.extent)
         return LoweredTask(
-            n.name or n.op, n.op, TaskKind.COMPUTE, n.phase, self.part(n), traffic=2 * size,
+            n.name or n.op, n.op, TaskKind.COMPUTE, n.phase, self.section(n), traffic=2 * size,
             dtype=n.dtype, deps=self.deps(n.srcs), made=[n], reads=[*n.srcs],
         )  # fmt: skip
 
@@ -223,7 +225,7 @@ class _Lowering:
             op="+".join(dict.fromkeys(m.op for m in cluster)),
             kind=TaskKind.COMPUTE,
             phase=first.phase,
-            part=self.part(first),
+            section=self.section(first),
             axes=("pp",) if first.scope == SUMS else (),
             flops=flops,
             # A launch without rows has a byte; elsewhere bytes are linear in the rows of experts.
@@ -253,21 +255,25 @@ class _Lowering:
         extends_collective = (
             n.op == src.op and self.users[src] == [n] and role is None and src.role is None
         )
-        if extends_collective and isinstance(before, LoweredTask) and before.part == self.part(n):
+        if (
+            extends_collective
+            and isinstance(before, LoweredTask)
+            and before.section == self.section(n)
+        ):
             # Moves along one axis after the other are one along both.
             before.axes = (*before.axes, *axes)
             before.made = [n]
             self.maker[n] = before
             return []
         all_reduced = self.rules.bucket == "rank" and n.op == "reduce_scatter"
-        once = self.part(n) is BlockSection.REDUCE_ONCE
+        once = self.section(n) is BlockSection.REDUCE_ONCE
         task = self.collective_task(n, "all_reduce" if all_reduced and once else n.op, axes)
         unmerged = self.rules.bucket == "parameter" or (
-            self.rules.bucket == "step" and task.part is BlockSection.REDUCE_ONCE
+            self.rules.bucket == "step" and task.section is BlockSection.REDUCE_ONCE
         )
         if unmerged or role is None or role not in _BUCKETED:
             return [task]
-        key = (task.part, n.phase, role, n.op, axes, n.dtype)
+        key = (task.section, n.phase, role, n.op, axes, n.dtype)
         bucket = self.buckets.setdefault(key, task)
         self.maker[n] = bucket
         if bucket is task:
@@ -291,7 +297,7 @@ class _Lowering:
         new: list[LoweredTask] = []
         if not tasks:
             deps = self.deps([src])
-            new = return_gradients(n.phase, self.part(n), axes, ranks, size, deps)
+            new = return_gradients(n.phase, self.section(n), axes, ranks, size, deps)
         self.rings[made] = tasks = tasks or new
         tasks[-1].made.append(n)
         tasks[-1].reads.append(src)
@@ -312,7 +318,7 @@ class _Lowering:
             op=op,
             kind=TaskKind.COLLECTIVE,
             phase=n.phase,
-            part=self.part(n),
+            section=self.section(n),
             axes=axes,
             comm_bytes=size,
             dtype=n.dtype,
