@@ -24,7 +24,7 @@ from stagewright.evidence import training
 from stagewright.evidence.training import Measurement, machine_of, step_seconds
 from stagewright.lower.compile import compile
 from stagewright.model.catalog import resolve as resolve_model
-from stagewright.program.fit import peak_in_issue_order
+from stagewright.program.fit import peak_in_program_order
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 
@@ -167,7 +167,7 @@ def held(run: Run, m: Measurement) -> int:
     few = min(run.microbatches, 2 * run.pp)
     batch = {"global_batch_size": few * run.micro_batch_size * run.dp}
     compiled = compile(run.model_copy(update=batch), m.model)
-    return max(peak_in_issue_order(of).size for of in compiled.program.classes)
+    return max(peak_in_program_order(of).size for of in compiled.program.classes)
 
 
 def evaluated(choices: Choices) -> Iterator[dict[str, Any]]:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stagewright import blocks as nn
+from stagewright import blocks as model_blocks
 from stagewright.algebra.index import Spec, parse
-from stagewright.algebra.layout import Layout, positions
+from stagewright.algebra.layout import Layout, group_index
 from stagewright.algebra.size import Size, size
 from stagewright.blocks import Block, Recipe
 from stagewright.graph.cost import indices
@@ -84,7 +84,7 @@ class Spmd:
         """The part of a global array that a rank holds."""
         for i, axes in enumerate(layout.dims):
             if axes:
-                array = part(array, i, self.size(axes), positions(self.mesh, axes, self.at[rank]))
+                array = part(array, i, self.size(axes), group_index(self.mesh, axes, self.at[rank]))
         return array
 
     def local_shape(self, n: Node) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ class Spmd:
         out: dict[Coords, Any] = {}
         for r in self.ranks:
             parts = [have[other] for other in self.group(r, axes)]
-            here = positions(self.mesh, axes, self.at[r])
+            here = group_index(self.mesh, axes, self.at[r])
             key = (None if dst is None else here, *map(id, parts))
             out[r] = made(key, lambda parts=parts, here=here: result(parts, here))
         return out
@@ -172,7 +172,7 @@ class Spmd:
             axes = split_by.get(letter, ())
             if not axes or (around and letter in ring):
                 return 0
-            return positions(self.mesh, axes, self.at[rank]) * (extent[letter] // self.size(axes))
+            return group_index(self.mesh, axes, self.at[rank]) * (extent[letter] // self.size(axes))
 
         def result(rank: Coords, arrays: list[Any]) -> Any:
             at = self.at[rank]
@@ -192,7 +192,7 @@ class Spmd:
             for i, dim in enumerate(spec.out):
                 if around and dim[0] in ring:
                     axes = split_by[dim[0]]
-                    out = part(out, i, self.size(axes), positions(self.mesh, axes, at))
+                    out = part(out, i, self.size(axes), group_index(self.mesh, axes, at))
             return out
 
         own = {a for axes in split_by.values() for a in axes} | set(attrs.get("alone", ()))
@@ -221,7 +221,7 @@ class Spmd:
             assert axes == set(s.layout.dims[i])
             parts = [x[r] for r in self.group(rank, s.layout.dims[i])]
             if own and not result:  # the gradient comes first
-                here = positions(self.mesh, s.layout.dims[i], self.at[rank])
+                here = group_index(self.mesh, s.layout.dims[i], self.at[rank])
                 parts = [p * (at == here) for at, p in enumerate(parts)]
             result.append(np.concatenate(parts, axis=i))
         return result
@@ -558,7 +558,7 @@ class Case(NamedTuple):
 def case(model: str, block: str, recipe: Recipe = PLAIN, layer: int = 0) -> Case:
     """The block called "embedding", "layer" or "head" of a tiny model."""
     config = TINY[model]
-    built = nn.BLOCKS[block](config, recipe, config.layer(layer))
+    built = model_blocks.BLOCKS[block](config, recipe, config.layer(layer))
     sizes = dims(config)
     values = random_values(built.graph, sizes)
     return Case(built, sizes, values, single(built.graph, sizes, values))

@@ -44,7 +44,7 @@ import recorded_runs as runs
 import recorded_serving
 import stagewright as sw
 from stagewright.errors import UserError
-from stagewright.program.fit import peak_in_issue_order
+from stagewright.program.fit import peak_in_program_order
 from stagewright.time.simulate.timeline import TICK
 from stagewright.trace.formats.bundle import Bundle
 from stagewright.trace.unbundle import expand
@@ -83,7 +83,7 @@ def step_record(step: runs.Step) -> dict[str, Any]:
         "run": compiled.run.describe(),
         "ticks": simulated.timeline.ticks,
         "issue_order": [
-            dict(peak_in_issue_order(of).by_category) for of in compiled.program.classes
+            dict(peak_in_program_order(of).by_category) for of in compiled.program.classes
         ],
         "lanes": [
             {

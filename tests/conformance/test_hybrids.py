@@ -15,7 +15,7 @@ import pytest
 from weights import weight
 
 from spmd import Spmd
-from stagewright import blocks as nn
+from stagewright import blocks as model_blocks
 from stagewright.graph.node import Graph, toposort
 from stagewright.lower.recipe import sizes_of
 from stagewright.model.catalog import from_config
@@ -23,7 +23,7 @@ from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
 
 RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("hybrids.json").read_text())
-RECIPE = nn.Recipe(dropout=False)
+RECIPE = model_blocks.Recipe(dropout=False)
 UPS = ("gate", "up")
 Values = dict[str, Any]
 
@@ -138,7 +138,7 @@ def logits(config: ModelConfig, weights: dict[tuple[str, int], Values]) -> Any:
     original: Any = None
     sizes = sizes_of(Run(model=config.name), config) | dict(zip("BS", tokens.shape, strict=True))
     for (part, layer), values in weights.items():
-        graph = nn.BLOCKS[part](config, RECIPE, config.layer(layer)).graph
+        graph = model_blocks.BLOCKS[part](config, RECIPE, config.layer(layer)).graph
         found = {n.name: n for n in graph if n.phase == "forward"}
         end = found["logits32"].srcs[0] if part == "head" else graph.outputs["y"]
         forward = Graph.of(toposort([end]), {"end": end})

@@ -12,7 +12,7 @@ import pytest
 
 from effort import pairs, times
 from spmd import TINY, RandomLayouts, case, check, random_values, single
-from stagewright import blocks as nn
+from stagewright import blocks as model_blocks
 from stagewright.blocks import PRECISIONS, Adapter, Recipe, Training
 from stagewright.blocks.adapters import LINEARS
 from stagewright.graph.node import Graph
@@ -33,7 +33,7 @@ FUSED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "linear_kv_dow
 @cache
 def weights(model: str, block: str = "layer", layer: int = 0) -> frozenset[str]:
     """The parameters of a block of a tiny model."""
-    graph = nn.BLOCKS[block](TINY[model], Recipe(), TINY[model].layer(layer)).graph
+    graph = model_blocks.BLOCKS[block](TINY[model], Recipe(), TINY[model].layer(layer)).graph
     return frozenset(n.name for n in graph if n.op == "param" and not n.binding.buffer)
 
 
@@ -136,7 +136,7 @@ def gradients(graph: Graph) -> set[str]:
 def test_an_adapter_adds_the_product_of_its_factors_to_the_weight() -> None:
     """The layer with adapters is the layer whose weights are W + scale A B."""
     with_adapters = case("llama", "layer", recipe("llama", *FUSED))
-    plain = nn.BLOCKS["layer"](TINY["llama"], Recipe(), TINY["llama"].layer(0))
+    plain = model_blocks.BLOCKS["layer"](TINY["llama"], Recipe(), TINY["llama"].layer(0))
     values = dict(with_adapters.values)
     # The first factor of a fused layer has the name of its first weight.
     first = {"wk": "wq", "wv": "wq", "w_gate": "w_up"}
@@ -164,14 +164,18 @@ def test_nothing_is_computed_below_the_first_that_trains() -> None:
     """With a constant input, backward ends at the last product that some gradient needs."""
     own = weights("llama")
     training = Training(frozen=own - {"w_down"}, constant=frozenset({"x"}))
-    block = nn.BLOCKS["layer"](TINY["llama"], Recipe(training=training), TINY["llama"].layer(0))
+    block = model_blocks.BLOCKS["layer"](
+        TINY["llama"], Recipe(training=training), TINY["llama"].layer(0)
+    )
     assert gradients(block.graph) == {"grad.w_down"}
     assert "dx" not in block.graph.outputs
     products = [n for n in block.graph if n.phase == "backward" and n.op == "einsum"]
     assert [n.name for n in products] == ["d_w_down"]
     assert block.trained == {"x": True}
     frozen = Training(frozen=own, constant=frozenset({"x"}))
-    block = nn.BLOCKS["layer"](TINY["llama"], Recipe(training=frozen), TINY["llama"].layer(0))
+    block = model_blocks.BLOCKS["layer"](
+        TINY["llama"], Recipe(training=frozen), TINY["llama"].layer(0)
+    )
     assert {n.phase for n in block.graph} == {"forward"}
     assert block.trained == {"x": False}
 

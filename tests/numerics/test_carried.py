@@ -15,7 +15,7 @@ from effort import pairs, some
 from invariants import check as check_program
 from spmd import BELOW, random_values, single
 from spmd import check as same_as_one_device
-from stagewright import blocks as nn
+from stagewright import blocks as model_blocks
 from stagewright.errors import UserError
 from stagewright.graph.node import Graph
 from stagewright.graph.table import LEAVES
@@ -176,7 +176,7 @@ def test_blocks_compute_what_one_device_does(model: str, settings: dict[str, Any
 
 
 @cache
-def one_device(model: str, kind: BlockVariant, recipe: nn.Recipe, sizes: Any) -> Any:
+def one_device(model: str, kind: BlockVariant, recipe: model_blocks.Recipe, sizes: Any) -> Any:
     block = build_block(kind, MODELS[model], recipe)
     values = random_values(block.graph, dict(sizes))
     return block, values, single(block.graph, dict(sizes), values)

@@ -15,7 +15,7 @@ from effort import some
 from invariants import check as check_program
 from spmd import check as same_as_one_device
 from spmd import random_values, single
-from stagewright import blocks as nn
+from stagewright import blocks as model_blocks
 from stagewright.errors import UserError
 from stagewright.lower.blocks import shard_block
 from stagewright.lower.parameters import parameters
@@ -68,7 +68,7 @@ SETTINGS = {"vit": LAYERED, "llava": [*LAYERED, {"tp": 2, "dp": 2, "recompute": 
 @cache
 def one_device(model: str, kind: BlockVariant, run: Run) -> Any:
     config = MODELS[model]
-    block = nn.BLOCKS[kind.block](config, recipe_of(run, config), kind.layer)
+    block = model_blocks.BLOCKS[kind.block](config, recipe_of(run, config), kind.layer)
     sizes = sizes_of(run, config)
     values = random_values(block.graph, sizes)
     return block, sizes, values, single(block.graph, sizes, values)
@@ -84,7 +84,7 @@ def test_blocks_compute_what_one_device_does(model: str, settings: dict[str, Any
     check_run(run, config)
     mesh, plan = parallelization(run, config)
     axes = {a: n for a, n in reversed(mesh.axes) if n > 1}
-    for part in dict.fromkeys(p._replace(number=0) for p in nn.chain(config)):
+    for part in dict.fromkeys(p._replace(number=0) for p in model_blocks.chain(config)):
         layered = "layer" in part.block
         kind = BlockVariant(part.block, part.layer, layered and run.recompute == "full")
         block, sizes, values, truth = one_device(model, kind, run)

@@ -19,7 +19,7 @@ import pytest
 
 from effort import pairs, some
 from spmd import TINY, ZAMBA2, Spmd, check, random_values
-from stagewright import blocks as nn
+from stagewright import blocks as model_blocks
 from stagewright.algebra.layout import Layout
 from stagewright.blocks import Block, Inference, Recipe
 from stagewright.graph.node import Graph, Node, toposort
@@ -81,7 +81,7 @@ STEPS: tuple[tuple[tuple[Piece, ...], ...], ...] = (
 
 def built(model: str, part: str, recipe: Recipe, layer: int = 0) -> Block:
     config = ALL[model]
-    return nn.BLOCKS[part](config, recipe, config.layer(layer))
+    return model_blocks.BLOCKS[part](config, recipe, config.layer(layer))
 
 
 @cache
@@ -479,7 +479,7 @@ def test_experts_on_ranks(model: str, mesh: dict[str, int], redundant: int) -> N
     (step,) = [s for s in steps(model) if s.number == 2 and (s.part, s.layer) == ("layer", 0)]
     config = replace(ALL[model], top_k=6 if redundant else 3)
     recipe = replace(SERVED, inference=Inference(redundant_experts=redundant))
-    graph = nn.BLOCKS["layer"](config, recipe, config.layer(0)).graph
+    graph = model_blocks.BLOCKS["layer"](config, recipe, config.layer(0)).graph
     held = config.num_experts + redundant
     sizes = step.sizes | {"H": held, "R": 4 * config.top_k // held}
     values = step.values | {"x": np.random.default_rng(9).normal(size=(2, 2, 12))}
@@ -522,7 +522,7 @@ def test_split_experts(model: str, name: str) -> None:
     mesh, fields, moves = SPLIT_EXPERTS[name]
     (step,) = [s for s in steps(model) if s.number == 2 and (s.part, s.layer) == ("layer", 0)]
     config = replace(ALL[model], top_k=3)
-    graph = nn.BLOCKS["layer"](config, SERVED, config.layer(0)).graph
+    graph = model_blocks.BLOCKS["layer"](config, SERVED, config.layer(0)).graph
     sizes = step.sizes | {"H": config.num_experts, "R": 4 * config.top_k // config.num_experts}
     values = step.values | {"x": np.random.default_rng(9).normal(size=(2, 2, 12))}
     here = plan(mesh, config.num_query_groups, **fields)

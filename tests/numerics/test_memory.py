@@ -16,7 +16,7 @@ from stagewright.graph.node import Node
 from stagewright.lower.blocks import lower_block
 from stagewright.lower.compile import compile
 from stagewright.lower.kernels.extent import bytes_of, extent_of
-from stagewright.lower.kernels.kernel import TaskPart
+from stagewright.lower.kernels.kernel import BlockSection
 from stagewright.lower.recipe import sizes_of
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.catalog import resolve
@@ -182,11 +182,11 @@ def terms(**settings: Any) -> dict[str, Fraction]:
     mesh, _ = parallelization(run, compiled.model)
     extent = extent_of(sizes_of(run, compiled.model), mesh)
     tasks = lower_block(graph, run, extent, BlockVariant("layer")).tasks
-    made = {n for t in tasks if t.part is TaskPart.FORWARD for n in t.made}
+    made = {n for t in tasks if t.section is BlockSection.FORWARD for n in t.made}
     made |= {n for n in graph if n.op == "input" and n.name == "x"}
     kept: dict[Node, None] = {}
     for t in tasks:
-        if t.part is TaskPart.BACKWARD:
+        if t.section is BlockSection.BACKWARD:
             kept |= dict.fromkeys(n for n in t.reads if n in made and n.phase == "forward")
     found: dict[str, Fraction] = {}
     for n in kept:

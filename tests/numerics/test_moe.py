@@ -15,7 +15,7 @@ from effort import some
 from invariants import check as check_program
 from spmd import check as same_as_one_device
 from spmd import random_values, single
-from stagewright import blocks as nn
+from stagewright import blocks as model_blocks
 from stagewright.algebra.layout import Mesh
 from stagewright.blocks import Block, Recipe
 from stagewright.errors import UserError
@@ -132,7 +132,7 @@ def one_device(
 @cache
 def built(model: str, recipe: Recipe) -> Block:
     config = MODELS[model]
-    return nn.BLOCKS["layer"](config, recipe, config.layer(0))
+    return model_blocks.BLOCKS["layer"](config, recipe, config.layer(0))
 
 
 def sharded(model: str, settings: dict[str, Any], **form: bool) -> Sharded:
@@ -202,8 +202,8 @@ def balance(counts: Any, scores: Any, coeff: float) -> float:
 def test_losses_against_finite_differences(kind: str, parts: int, router: Any) -> None:
     """The gradient is that of the layer's own output, and of both losses of the router."""
     config = replace(MOE, router=router)
-    experts = nn.ExpertRecipe(load_balancing_type=kind, aux_loss=3.0, z_loss=0.2)
-    block = nn.BLOCKS["layer"](config, Recipe(experts=experts), config.layer(0))
+    experts = model_blocks.ExpertRecipe(load_balancing_type=kind, aux_loss=3.0, z_loss=0.2)
+    block = model_blocks.BLOCKS["layer"](config, Recipe(experts=experts), config.layer(0))
     sizes = sizes_of(Run(model="moe", dp=2, micro_batch_size=2, seq_length=16), config)
     values = random_values(block.graph, sizes)
     truth = single(block.graph, sizes, values)

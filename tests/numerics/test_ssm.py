@@ -19,7 +19,7 @@ from stagewright.graph.table import COLLECTIVE_OPS
 from stagewright.lower.blocks import shard_block
 from stagewright.lower.compile import compile as compile_run
 from stagewright.lower.kernels.extent import bytes_of, extent_of
-from stagewright.lower.kernels.kernel import TaskPart
+from stagewright.lower.kernels.kernel import BlockSection
 from stagewright.lower.kernels.lowering import kernels
 from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.lower.variants import BlockVariant
@@ -215,10 +215,14 @@ def kept(name: str, **settings: Any) -> int:
     mesh, _ = parallelization(run, model)
     extent = extent_of(sizes_of(run, model), mesh)
     tasks, _ = kernels(graph, extent, mesh)
-    made = {n for t in tasks if t.part is TaskPart.FORWARD for n in t.made}
+    made = {n for t in tasks if t.section is BlockSection.FORWARD for n in t.made}
     made |= {n for n in graph if n.op == "input"}
     read = {
-        n for t in tasks if t.part is TaskPart.BACKWARD for n in t.reads if n.phase == "forward"
+        n
+        for t in tasks
+        if t.section is BlockSection.BACKWARD
+        for n in t.reads
+        if n.phase == "forward"
     }
     return round(sum(bytes_of(n, extent) for n in made & read) / 4096)
 

@@ -12,7 +12,7 @@ import pytest
 
 import invariants
 from spmd import PLAIN, TINY, check, dims, random_values, single
-from stagewright import blocks as nn
+from stagewright import blocks as model_blocks
 from stagewright.graph.shard import shard
 from stagewright.lower.compile import compile
 from stagewright.model.config import ModelConfig
@@ -29,8 +29,8 @@ def untied(model: str) -> ModelConfig:
     return replace(TINY[model], tied_embeddings=False)
 
 
-def block(name: str, config: ModelConfig, recipe: nn.Recipe) -> nn.Block:
-    return nn.BLOCKS[name](config, recipe, config.layer(0))
+def block(name: str, config: ModelConfig, recipe: model_blocks.Recipe) -> model_blocks.Block:
+    return model_blocks.BLOCKS[name](config, recipe, config.layer(0))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -104,7 +104,7 @@ def test_two_passes_compute_what_the_head_computes(name, groups):
             np.testing.assert_allclose(found[name], want, rtol=1e-6, atol=1e-9, err_msg=name)
 
 
-def values_of(built: nn.Block, known, sizes):
+def values_of(built: model_blocks.Block, known, sizes):
     """Random values, but for those that are known."""
     values = random_values(built.graph, sizes)
     return values | {name: known[name] for name in values.keys() & known.keys()}

@@ -6,7 +6,7 @@ same value.
 
 >>> print(Layout((("dp",), (), ("tp",))))
 [/dp, -, /tp]
->>> [str(s) for s in steps(Layout(((), ()), frozenset({"tp", "cp"})), Layout(((), ())))]
+>>> [str(move) for move in moves(Layout(((), ()), frozenset({"tp", "cp"})), Layout(((), ())))]
 ['all_reduce[cp+tp]']
 """
 
@@ -28,10 +28,12 @@ class Mesh:
 
     axes: tuple[tuple[str, int], ...]
     groups: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Parallel degrees by the axes they consist of: several axes, or one of another name."""
+    """Axes of each parallel degree, such as `("tp", ("tp_kv", "tp_rep"))`; degrees of one rank are
+    absent."""
     mirror: str = ""
     """An axis whose positions p and size - 1 - p are replicas of each other, as pipeline ranks are
-    in DualPipe. Then `MIRROR` names an axis of two, over ranks that this axis counts already."""
+    in DualPipe. Then `MIRROR` names an axis of size two that joins each pair; its ranks are already
+    counted by this axis."""
     stands_for: tuple[tuple[str, str], ...] = ()
     """Names of groups and the degrees they are: with two meshes side by side, `decode tp` is tp."""
 
@@ -52,7 +54,8 @@ class Mesh:
     def degree_of(self, name: str) -> str:
         """The degree that the name of a group or of an axis stands for.
 
-        Most groups stand for themselves, an axis that is no group for the first one it is part of.
+        A group is its own degree unless `stands_for` says otherwise; another axis belongs to the
+        first group that has it.
 
         >>> parts = "dp_replicate", "dp_shard"
         >>> mesh = Mesh((("dp_shard", 2), ("dp_replicate", 4)), (("dp", parts),))
@@ -120,7 +123,7 @@ class Layout:
                 f"layout {self.dims} partial {sorted(self.partial)} names an axis twice"
             )
 
-    def of(self, axis: str) -> int | str | None:
+    def role_of(self, axis: str) -> int | str | None:
         """Role of `axis`: the index of the dim it splits, "sum" if partial, or None."""
         if axis in self.partial:
             return "sum"
@@ -145,9 +148,9 @@ class Layout:
 
 
 @cache
-def duplicated(rank: int) -> Layout:
-    """The layout of a value that every rank holds whole."""
-    return Layout(((),) * rank)
+def replicated(ndim: int) -> Layout:
+    """Layout of a value that every rank has whole."""
+    return Layout(((),) * ndim)
 
 
 def split(*dims: str) -> Layout:
@@ -155,11 +158,11 @@ def split(*dims: str) -> Layout:
     return Layout(tuple(tuple(d.split()) for d in dims))
 
 
-class Step(NamedTuple):
-    """One collective (or local slice): `axes` stop doing `src` and do `dst` instead.
+class Move(NamedTuple):
+    """A collective (or local slice) that changes the role of `axes` from `src` to `dst`.
 
-    `src` and `dst` are a dim's index, "sum" or None, as in `Layout.of`. Several axes in one step
-    are one collective over their joint group, outermost split first.
+    `src` and `dst` are a dim's index, "sum" or None, as in `Layout.role_of`. Several axes in one
+    move are one collective over their joint group, outermost split first.
     """
 
     kind: str
@@ -174,13 +177,13 @@ class Step(NamedTuple):
 def collective(src: int | str | None, dst: int | str | None) -> str | None:
     """The collective that turns role `src` of an axis into `dst`: the whole theory of resharding.
 
-    | from \\ to  | duplicated | split dim  | partial sum |
+    | from \\ to  | replicated | split dim  | partial sum |
     |-------------|------------|------------|-------------|
-    | duplicated  | -          | slice      | never       |
+    | replicated  | -          | slice      | never       |
     | split dim   | all_gather | all_to_all | never       |
     | partial sum | all_reduce | reduce_scatter | -       |
 
-    `slice` is local; None means that no bytes move.
+    `slice` is local. None: both roles are equal.
     """
     match src, dst:
         case _ if src == dst:
@@ -202,34 +205,35 @@ def collective(src: int | str | None, dst: int | str | None) -> str | None:
             )
 
 
-def layout_after(have: Layout, step: Step) -> Layout:
-    """The layout of a value that had layout `have`, after `step`."""
-    dims = [tuple(a for a in axes if a not in step.axes) for axes in have.dims]
-    if step.dst is not None:
-        dims[step.dst] += step.axes
-    partial = have.partial - set(step.axes)
+def layout_after(have: Layout, move: Move) -> Layout:
+    """Layout of a value that had layout `have`, after `move`."""
+    dims = [tuple(a for a in axes if a not in move.axes) for axes in have.dims]
+    if move.dst is not None:
+        dims[move.dst] += move.axes
+    partial = have.partial - set(move.axes)
     return Layout(tuple(dims), partial, have.reduction if partial else "sum")
 
 
 @lru_cache(maxsize=4096)  # a training graph asks for some hundred pairs, each many times
-def steps(have: Layout, to: Layout) -> tuple[Step, ...]:
-    """The collectives from `have` to `to`; neighbours of one kind on one dim are one collective.
+def moves(have: Layout, to: Layout) -> tuple[Move, ...]:
+    """The collectives from `have` to `to`.
 
-    Splits nest, so an axis enters or leaves a dim only as its innermost split. Steps that shrink
-    the tensor come first: moves onto a split, local slices, then reductions, then gathers.
+    Neighbours of one kind from the same dim or sum to the same dim are merged, except all_to_alls.
+    Splits nest, so an axis enters or leaves a dim only as its innermost split. Moves that shrink
+    the tensor come first: onto a split, local slices, then reductions, then gathers.
     """
-    return tuple(_merge_neighbours(_single_steps(have, to)))
+    return tuple(_merge_neighbours(_single_moves(have, to)))
 
 
-def _single_steps(have: Layout, to: Layout) -> Iterator[Step]:
-    while (step := _next_step(have, to)) is not None:
-        yield step
-        have = layout_after(have, step)
+def _single_moves(have: Layout, to: Layout) -> Iterator[Move]:
+    while (move := _next_move(have, to)) is not None:
+        yield move
+        have = layout_after(have, move)
 
 
-def _next_step(have: Layout, to: Layout) -> Step | None:
-    fits: dict[str, int] = {}  # axes that may enter a dim in this step, and which
-    peel: list[str] = []  # axes that must leave a dim in this step
+def _next_move(have: Layout, to: Layout) -> Move | None:
+    fits: dict[str, int] = {}  # axes that may enter a dim in this move, and which
+    peel: list[str] = []  # axes that must leave a dim in this move
     for i, (now, then) in enumerate(zip(have.dims, to.dims, strict=True)):
         if now and then[: len(now)] != now:
             peel.append(now[-1])
@@ -238,7 +242,7 @@ def _next_step(have: Layout, to: Layout) -> Step | None:
     sums = sorted(have.partial - to.partial)
     order = (
         [(a, fits[a]) for a in sums + peel if a in fits]
-        + [(a, i) for a, i in fits.items() if have.of(a) is None]
+        + [(a, i) for a, i in fits.items() if have.role_of(a) is None]
         + [(a, None) for a in sums + peel]
     )
     if not order:
@@ -248,35 +252,32 @@ def _next_step(have: Layout, to: Layout) -> Step | None:
             )
         return None
     axis, dst = order[0]
-    src = have.of(axis)
+    src = have.role_of(axis)
     kind = collective(src, dst)
     assert kind is not None
-    return Step(kind, (axis,), src, dst)
+    return Move(kind, (axis,), src, dst)
 
 
-def _merge_neighbours(singles: Iterator[Step]) -> Iterator[Step]:
-    last: Step | None = None
-    for step in singles:
-        if (
-            last is not None
-            and step[0::2] == last[0::2]
-            and step.dst == last.dst
-            and step.kind != "all_to_all"
-        ):
+def _merge_neighbours(singles: Iterator[Move]) -> Iterator[Move]:
+    last: Move | None = None
+    for move in singles:
+        if last is not None and move._replace(axes=last.axes) == last and move.kind != "all_to_all":
             # A gather peels the innermost axis first; everything else adds the outermost first.
-            axes = step.axes + last.axes if step.kind == "all_gather" else last.axes + step.axes
-            last = Step(step.kind, axes, step.src, step.dst)
+            axes = move.axes + last.axes if move.kind == "all_gather" else last.axes + move.axes
+            last = move._replace(axes=axes)
             continue
         if last is not None:
             yield last
-        last = step
+        last = move
     if last is not None:
         yield last
 
 
-def positions(mesh: Mapping[str, int], axes: tuple[str, ...], coords: Mapping[str, int]) -> int:
+def group_index(
+    axis_sizes: Mapping[str, int], axes: tuple[str, ...], coords: Mapping[str, int]
+) -> int:
     """Index of a rank inside the joint group of `axes`, outermost axis first."""
     index = 0
     for axis in axes:
-        index = index * mesh[axis] + coords[axis]
+        index = index * axis_sizes[axis] + coords[axis]
     return index

@@ -14,7 +14,7 @@ from stagewright.api.result import PublicResult, check_type, path_text
 from stagewright.lower.compile import compile as compile_run
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import ModelConfig
-from stagewright.program.fit import peak_in_issue_order
+from stagewright.program.fit import peak_in_program_order
 from stagewright.run.experiment import Experiment
 from stagewright.run.settings import Run
 from stagewright.texttable import Table
@@ -48,8 +48,8 @@ class Compiled(CompiledRun, PublicResult):
 
     @property
     def peak_memory(self) -> int:
-        """Bytes of the fullest rank, in issue order."""
-        return max(peak_in_issue_order(of).size for of in self.program.classes)
+        """Bytes of the fullest rank, in program order."""
+        return max(peak_in_program_order(of).size for of in self.program.classes)
 
     @property
     def tables(self) -> Mapping[str, Callable[..., Table]]:

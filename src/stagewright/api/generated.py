@@ -49,6 +49,6 @@ def generate(
         program, coverage = measured(program, load(durations))
         record["durations"] = {"file": durations, **coverage.entry()}
     if astra_sim is not None:
-        options["beside"] = configuration_files(compiled.run, astra_sim)
+        options["extra_files"] = configuration_files(compiled.run, astra_sim)
         program, record["astra_sim"] = adapted(program, astra_sim)
     return write(program, out, format=format, manifest=record, **options)

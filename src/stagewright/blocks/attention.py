@@ -37,16 +37,16 @@ from stagewright.model.layers import Reach
 
 
 def attention(b: Builder, h: Node, mixer: str = "global") -> Node:
-    """Every position sees every other, or every earlier one, as far as the mixer reaches."""
-    turned = b.config.position == "rope" and mixer != "nope"
+    """Attention of a layer, by the model's kind: multi-head, grouped-query, latent or of groups."""
+    rotary = b.config.position == "rope" and mixer != "nope"
     if b.config.o_groups:
         return attention_of_groups(b, h, mixer)
     if b.config.kv_lora_rank:
-        return _latent(b, h, mixer, turned)
-    return _attention(b, h, mixer, turned)
+        return _latent(b, h, mixer, rotary)
+    return _attention(b, h, mixer, rotary)
 
 
-def _attention(b: Builder, h: Node, mixer: str, turned: bool) -> Node:
+def _attention(b: Builder, h: Node, mixer: str, rotary: bool) -> Node:
     """Attention in general form: multi-head, grouped-query and multi-query differ in G alone."""
     c = b.config
     reach = c.reach(mixer)
@@ -73,8 +73,8 @@ def _attention(b: Builder, h: Node, mixer: str, turned: bool) -> Node:
             heads["v"] = _value_norm(b, heads["v"], x)
         if c.qk_norm and name != "v":
             heads[name] = _head_norm(b, heads[name], f"{name}_norm", n)
-        if turned and name != "v":
-            heads[name] = _partly_turned(b, heads[name], x, f"{name}_rope")
+        if rotary and name != "v":
+            heads[name] = _apply_rope(b, heads[name], x, f"{name}_rope")
             if c.qk_l2_norm:
                 z = f"bs{x}D"
                 attrs: dict[str, Any] = {
@@ -83,7 +83,7 @@ def _attention(b: Builder, h: Node, mixer: str, turned: bool) -> Node:
                     "scope": scope,
                 }
                 heads[name] = apply("norm", f"{z}->{z}", heads[name], **attrs)
-    chosen = choice(b, h, None, mixer, turned=turned) if reach.top else None
+    chosen = choice(b, h, None, mixer, rotary=rotary) if reach.top else None
     if b.recipe.operators.repeat_kv and g == "G" and not chosen:
         heads |= {n: b.repeated(heads[n], n, heads["q"]) for n in "kv"}
         g = "A"
@@ -193,14 +193,14 @@ def _core_operand(name: str, x: Node) -> Node:
     return identity(x, place, role=None if name == "q" else Role.KEYS)
 
 
-def _partly_turned(b: Builder, x: Node, head: str, name: str) -> Node:
+def _apply_rope(b: Builder, x: Node, head: str, name: str) -> Node:
     """Rotary position on the first channels of every head, [B, S, heads, D]."""
     c, z = b.config, f"bs{head}"
-    turned = c.rotary_channels
-    if turned == c.kv_channels:
+    rotary = c.rotary_channels
+    if rotary == c.kv_channels:
         return b.rope(x, f"{z}D", name)
-    first = part(x, f"{z}D->{z}Z", size(turned), first=True, name=f"{name}_part")
-    rest = size(c.kv_channels - turned)
+    first = part(x, f"{z}D->{z}Z", size(rotary), first=True, name=f"{name}_part")
+    rest = size(c.kv_channels - rotary)
     plain = part(x, f"{z}D->{z}N", rest, first=False, name=f"{name}_rest")
     joined = f"{z}Z,{z}N->{z}D"
     return join(b.rope(first, f"{z}Z", name), plain, joined, size("D"), name=f"{name}_joined")
@@ -246,7 +246,7 @@ def _latent(b: Builder, h: Node, mixer: str, rotary: bool) -> Node:
     w_uv = up("w_uv", "C", "A/tp", "U", scope=scope)
     operands = LatentOperands(plain, turned, latent, shared, w_uk, w_uv)
     if reach.top:
-        chosen = choice(b, h, source, mixer, turned=rotary)
+        chosen = choice(b, h, source, mixer, rotary=rotary)
         o = _absorbed(b, operands, reach, chosen)
     else:
         o = (_absorbed if b.recipe.absorb else _naive)(b, operands, reach)

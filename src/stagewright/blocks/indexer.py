@@ -62,7 +62,7 @@ class Choice(NamedTuple):
         return "bqT" if len(self.chosen.shape) == 3 else "bqgT"
 
 
-def choice(b: Builder, h: Node, latent: Node | None, mixer: str, *, turned: bool) -> Choice:
+def choice(b: Builder, h: Node, latent: Node | None, mixer: str, *, rotary: bool) -> Choice:
     """The keys for a layer's queries: chosen by its own indexer, or by that of a layer before.
 
     `latent` is what queries are made of, [B, S, Q], where attention has latents.
@@ -71,7 +71,7 @@ def choice(b: Builder, h: Node, latent: Node | None, mixer: str, *, turned: bool
         return Choice(b.take(CHOSEN, "B", "S", "Top", dtype="int32"))
     h = identity(h, "index_in", detached=True, **OWN)
     make = _of_hidden if latent is None else partial(_of_latent, latent=latent)
-    of = make(b, h, turned=turned)
+    of = make(b, h, rotary=rotary)
     of = of._replace(k=identity(of.k, "index_core", role=Role.KEYS))
     made = chosen_by(b, of, b.config.reach("indexed"))
     if "index_shared" in b.config.mixers:
@@ -84,7 +84,7 @@ def chosen_by(b: Builder, of: IndexerOperands, reach: Reach) -> Choice:
     return _served(b, of, reach) if b.recipe.inference else _trained(b, of)
 
 
-def _of_latent(b: Builder, h: Node, *, latent: Node, turned: bool) -> IndexerOperands:
+def _of_latent(b: Builder, h: Node, *, latent: Node, rotary: bool) -> IndexerOperands:
     """DeepSeek-V3.2: heads that add up to one score, and are whole on every rank."""
     latent = identity(latent, "index_latent", detached=True, **OWN)
     w = b.weight("w_index_q", "Q", "IndexHeads", "IndexWidth", scope="attention")
@@ -93,14 +93,14 @@ def _of_latent(b: Builder, h: Node, *, latent: Node, turned: bool) -> IndexerOpe
     k = b.linear("bsm,md->bsd", h, w, "index_k", trained=False, **OWN)
     norm = [b.param(f"index_k_norm.{name}", "IndexWidth", **OWN) for name in ("weight", "bias")]
     k = apply("norm", "bsD,D,D->bsD", k, *norm, fn="layernorm", name="index_k_norm_out")
-    if turned:
-        q, k = _turned(b, q, "index_q_rope"), _turned(b, k, "index_k_rope")
+    if rotary:
+        q, k = _apply_rope(b, q, "index_q_rope"), _apply_rope(b, k, "index_k_rope")
     w = b.param("w_index_weights", "M", "IndexHeads", **OWN)
     weights = b.linear("bsm,ma->bsa", h, w, "index_weights", trained=False, **OWN)
     return IndexerOperands(q, k, (weights,))
 
 
-def _of_hidden(b: Builder, h: Node, *, turned: bool) -> IndexerOperands:
+def _of_hidden(b: Builder, h: Node, *, rotary: bool) -> IndexerOperands:
     """MiniMax-M3: a head for each key-value head, which chooses blocks of keys for that one."""
     w = b.weight("w_index_q", "M", "G/tp.kv", "IndexWidth", scope="attention")
     q = b.linear("bsm,mgd->bsgd", h, w, "index_q", trained=False, **OWN)
@@ -108,20 +108,20 @@ def _of_hidden(b: Builder, h: Node, *, turned: bool) -> IndexerOperands:
     w = b.weight("w_index_k", "M", "IndexWidth", scope="attention")
     k = b.linear("bsm,md->bsd", h, w, "index_k", trained=False, **OWN)
     k = b.norm(k, "index_k_norm", "IndexWidth", fn="rmsnorm")
-    if turned:
-        q, k = _turned(b, q, "index_q_rope"), _turned(b, k, "index_k_rope")
+    if rotary:
+        q, k = _apply_rope(b, q, "index_q_rope"), _apply_rope(b, k, "index_k_rope")
     return IndexerOperands(q, k)
 
 
-def _turned(b: Builder, x: Node, name: str) -> Node:
+def _apply_rope(b: Builder, x: Node, name: str) -> Node:
     """Rotary position on the first channels of [B, S, ..., IndexWidth], as many as attention's."""
     c, z = b.config, "bsa"[: len(x.shape) - 1]
-    turned = size("Z") if c.kv_lora_rank else size(c.rotary_channels)
+    rotary = size("Z") if c.kv_lora_rank else size(c.rotary_channels)
     if not c.kv_lora_rank and c.rotary_channels == c.index_head_dim:
         return b.rope(x, f"{z}D", name)
     width = size("IndexWidth")
-    first = part(x, f"{z}D->{z}Z", turned, first=True, name=f"{name}_part")
-    rest = part(x, f"{z}D->{z}N", width - turned, first=False, name=f"{name}_rest")
+    first = part(x, f"{z}D->{z}Z", rotary, first=True, name=f"{name}_part")
+    rest = part(x, f"{z}D->{z}N", width - rotary, first=False, name=f"{name}_rest")
     return join(
         b.rope(first, f"{z}Z", name), rest, f"{z}Z,{z}N->{z}D", width, name=f"{name}_joined"
     )

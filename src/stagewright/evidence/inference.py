@@ -33,7 +33,7 @@ from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import ModelConfig
 from stagewright.model.hf.quantization import read_quantization
-from stagewright.program.fit import peak_in_issue_order
+from stagewright.program.fit import peak_in_program_order
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.serving.host import HOSTS, HostTimes
@@ -277,7 +277,7 @@ def _requests_that_fit(row: ServedRow, context: int) -> float:
     dp = row.settings.get("dp", 1)
     batch = 16 * dp
     compiled = _compiled(_key(row, mode="decode", batch_size=batch, context_length=context))
-    held = dict(peak_in_issue_order(compiled.program.classes[0]).by_category)
+    held = dict(peak_in_program_order(compiled.program.classes[0]).by_category)
     cache_bytes = held.pop("kv_cache", 0)
     memory, rest = resolve(row.hardware).memory, sum(held.values()) + RESERVED_BYTES
     # TensorRT-LLM takes the share of what the weights leave (`free_gpu_memory_fraction`).

@@ -27,7 +27,7 @@ def backward(
     for values that depend on some of `wrt`: what is frozen has none, and backward stops below the
     first value that trains.
 
-    All contributions to one value are added at once, so that those that live alike are reduced
+    All contributions to one value are added at once, so that those of equal layout are reduced
     once. Weight gradients run after the gradients that others wait for, which leaves communication
     something to hide behind.
     """

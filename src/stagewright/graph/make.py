@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from stagewright.algebra.index import Spec, bind, layout_of, parse, splits
-from stagewright.algebra.layout import Layout, Step, duplicated, layout_after
+from stagewright.algebra.layout import Layout, Move, layout_after, replicated
 from stagewright.algebra.size import Size, product, size
 from stagewright.graph.node import Node, node
 from stagewright.graph.roles import UNBOUND, Binding, Role
@@ -90,7 +90,7 @@ def infer(
 
 
 def move(
-    n: Node, step: Step, *, phase: str, once: bool, name: str = "", role: Role | None = None
+    n: Node, step: Move, *, phase: str, once: bool, name: str = "", role: Role | None = None
 ) -> Node:
     """One collective or slice; `role` is that of the value that is moved there."""
     attrs: dict[str, Hashable] = {"axes": step.axes, "src": step.src, "dst": step.dst}
@@ -123,7 +123,7 @@ def leaf(
 ) -> Node:
     """A value from outside: "input", "param" or "state"."""
     shape = tuple(size(d) for d in dims)
-    layout = duplicated(len(dims))
+    layout = replicated(len(dims))
     return node(
         op, (), shape=shape, dtype=dtype, layout=layout,
         phase=phase, once=once, scope=scope, name=name, role=role, binding=binding,

@@ -2,7 +2,7 @@
 
 A declaration is an annotation, like the logical axis names of JAX's models. The model's code reads
 no degree of parallelism and does not depend on one; the same block serves one device and 100,000.
-`parallel.placement` is the one reader: it turns a declaration into axes of a run's mesh.
+`parallel.plan.Plan.layout` turns a declaration into axes of a run's mesh.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rebuild the graph with the layouts a strategy asks for and the collectives these imply.
+"""Rebuild the graph with the layouts a strategy prescribes and the collectives these imply.
 
 Operands propose, the wanted output breaks ties. A partial sum stays one until someone needs the
 value, or until its primal's split makes it smaller; then it is reduced straight into that layout
@@ -13,50 +13,51 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from stagewright.algebra.index import Dim, Spec, layout_of, parse
-from stagewright.algebra.layout import Layout, duplicated, steps
+from stagewright.algebra.layout import Layout, moves, replicated
 from stagewright.graph.make import add, infer, letters
-from stagewright.graph.make import move as _move
+from stagewright.graph.make import move as move_value
 from stagewright.graph.node import NO_NODES, Graph, Node, replace
 from stagewright.graph.roles import Role
 from stagewright.graph.table import LEAVES, OPS
 
-# What a strategy says of a value: the layout it shall have, or None to follow the operands. `have`
-# is the layout that follows, or None when the value is not computed yet.
-Want = Callable[[Node, Layout | None], Layout | None]
+# Layout that a strategy prescribes for a node; None: it follows its operands. Second argument: the
+# layout that the operands give, None before it is known.
+Strategy = Callable[[Node, Layout | None], Layout | None]
 Splits = dict[str, tuple[str, ...]]
 
 
 class Offer(NamedTuple):
-    """Axes that may split a letter, by an operand."""
+    """Axes that an operand, or the wanted output, proposes for a letter of the index expression."""
 
     letter: str
     axes: tuple[str, ...]
     weight: bool = False
-    """True for a weight."""
+    """The operand is a weight."""
     summed: frozenset[str] = frozenset()
-    """The axes over which the operand is a partial sum that the op reduces."""
+    """Axes over which the operand is a partial sum that the op reduces."""
 
 
-_BY_REMAT = frozenset({Role.KEYS, Role.SENT, Role.USED})
+_REGATHERED_BY_REMAT = frozenset({Role.KEYS, Role.SENT, Role.USED})
+"""Roles of keys and weights: `remat` has decided whether backward gathers them again."""
 
 
 def shard(
     graph: Graph,
-    want: Want,
+    strategy: Strategy,
     primal: Mapping[Node, Node] = NO_NODES,
     *,
     keep_gathered: bool = False,
     inner: frozenset[str] = frozenset(),
     model_axes: tuple[str, ...] = (),
 ) -> Graph:
-    """The graph with every leaf and named value where `want` says, and collectives in between.
+    """Graph in which leaves and named values have the layouts of `strategy`, with collectives.
 
     `primal` maps a gradient to the value it belongs to: it prefers that layout. `keep_gathered`
     lets backward use what forward gathered, instead of gathering again. `inner` are the axes that
     split the inner index of a dim such as `(gr)`: heads of one key-value group over ranks that each
     hold that group. `model_axes` are those over which a norm of all parameters is a sum.
     """
-    return _Sharding(want, primal, keep_gathered, inner, model_axes).run(graph)
+    return _Sharding(strategy, primal, keep_gathered, inner, model_axes).run(graph)
 
 
 class _Sharding:
@@ -64,7 +65,7 @@ class _Sharding:
 
     def __init__(
         self,
-        want: Want,
+        want: Strategy,
         primal: Mapping[Node, Node],
         keep_gathered: bool,
         inner: frozenset[str],
@@ -72,7 +73,7 @@ class _Sharding:
     ) -> None:
         self.inner = inner
         self.model_axes = model_axes
-        self.want = want
+        self.strategy = want
         self.primal = primal
         self.keep_gathered = keep_gathered
         self.layout: dict[Node, Layout] = {}  # old node -> the layout it got
@@ -88,12 +89,12 @@ class _Sharding:
 
     def visit(self, old: Node, srcs: tuple[Node, ...]) -> Node:
         if old.op in LEAVES:
-            new = replace(old, layout=self.want(old, None) or self.of_primal(old) or old.layout)
+            new = replace(old, layout=self.strategy(old, None) or self.of_primal(old) or old.layout)
         elif old.op == "identity":
             new = srcs[0]
         else:
             new = self.compute(old, srcs)
-        target = self.want(old, new.layout) if old.op not in LEAVES else None
+        target = self.strategy(old, new.layout) if old.op not in LEAVES else None
         if target is not None:
             new = self.reshard(new, target, old)
         self.layout[old] = new.layout
@@ -104,16 +105,16 @@ class _Sharding:
         spec_text = str(old["spec"])
         olds = old.srcs
         if old.op == "add":
-            olds, srcs = self.grouped(old, srcs)
+            olds, srcs = self.merge_equal_layouts(old, srcs)
             x = letters(srcs[0])
             spec_text = ",".join([x] * len(srcs)) + "->" + x
             if len(srcs) == 1:
                 return srcs[0]
         spec = parse(spec_text)
-        keep = self.kept(old, olds, srcs)
-        split_by = self.assign(old, spec, olds, srcs, keep)
+        unreduced = self.unreduced_axes(old, olds, srcs)
+        split_by = self.assign(old, spec, olds, srcs, unreduced)
         args: list[Node] = []
-        for dims, s, sums in zip(spec.ins, srcs, keep, strict=True):
+        for dims, s, sums in zip(spec.ins, srcs, unreduced, strict=True):
             splits = layout_of(dims, split_by)
             if (splits, sums) != (s.layout.dims, s.layout.partial):
                 reduction = s.layout.reduction if sums else "sum"
@@ -126,10 +127,10 @@ class _Sharding:
         layout = infer(old.op, spec, [s.layout for s in args], attrs, split_by)
         return replace(old, srcs=tuple(args), attrs=tuple(sorted(attrs.items())), layout=layout)
 
-    def grouped(
+    def merge_equal_layouts(
         self, old: Node, srcs: tuple[Node, ...]
     ) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-        """Add what lives alike first, so that each group is reduced once."""
+        """Add operands of equal layout first, so that each sum is reduced once."""
         groups: dict[Layout, list[tuple[Node, Node]]] = {}
         for o, s in zip(old.srcs, srcs, strict=True):
             groups.setdefault(s.layout, []).append((o, s))
@@ -139,34 +140,38 @@ class _Sharding:
         summed = tuple(add(*(s for _, s in g), **own, name=g[0][1].name) for g in groups.values())
         return tuple(g[0][0] for g in groups.values()), summed
 
-    def kept(
+    def unreduced_axes(
         self, old: Node, olds: tuple[Node, ...], srcs: tuple[Node, ...]
     ) -> list[frozenset[str]]:
-        """Per operand, the axes whose partial sum flows through the op."""
+        """Axes over which each operand stays a partial sum through the op."""
         row = OPS[old.op]
         none: list[frozenset[str]] = [frozenset()] * len(srcs)
         if any(s.layout.reduction != "sum" for s in srcs):
             return none
         if row.linear:
             shared = frozenset[str].intersection(*(s.layout.partial for s in srcs))
-            if len(srcs) == 1 and self.want(old, None) is None and "alone" not in dict(old.attrs):
+            if (
+                len(srcs) == 1
+                and self.strategy(old, None) is None
+                and "alone" not in dict(old.attrs)
+            ):
                 # Reduced now where that makes it smaller, or where someone else reduces it anyway.
-                shared -= frozenset(self.home(olds[0]))
+                shared -= frozenset(self.primal_axes(olds[0]))
                 shared = frozenset[str]() if olds[0] in self.demanded else shared
             return [shared] * len(srcs)
         sums = [i for i, s in enumerate(srcs) if s.layout.partial]
         if row.multilinear and len(sums) == 1 and olds[sums[0]] not in self.demanded:
             (i,) = sums
             spec = parse(str(old["spec"]))
-            elsewhere = {*self.home(old)}  # what may split the result or another operand
+            elsewhere = {*self.primal_axes(old)}  # what may split the result or another operand
             for dims, s in (x for j, x in enumerate(zip(spec.ins, srcs, strict=True)) if j != i):
                 splits = zip(dims, s.layout.dims, strict=True)
                 elsewhere |= {a for d, axes in splits if spec.whole.isdisjoint(d) for a in axes}
-            none[i] = srcs[i].layout.partial - elsewhere - frozenset(self.home(olds[i]))
+            none[i] = srcs[i].layout.partial - elsewhere - frozenset(self.primal_axes(olds[i]))
         return none
 
-    def home(self, old: Node) -> dict[str, int]:
-        """The axes that split the primal of a gradient, and the dim each splits."""
+    def primal_axes(self, old: Node) -> dict[str, int]:
+        """Axes that split the primal of a gradient, with the dim that each splits."""
         layout = self.layout.get(self.primal[old]) if old in self.primal else None
         return {a: i for i, axes in enumerate(layout.dims) for a in axes} if layout else {}
 
@@ -181,7 +186,7 @@ class _Sharding:
         spec: Spec,
         olds: tuple[Node, ...],
         srcs: tuple[Node, ...],
-        keep: list[frozenset[str]],
+        unreduced: list[frozenset[str]],
     ) -> Splits:
         """Letter -> axes.
 
@@ -190,15 +195,15 @@ class _Sharding:
         is therefore wanted whole: `reshard` gathers it.
         """
         like = (
-            self.want(old, None)
+            self.strategy(old, None)
             or self.layout.get(self.primal.get(old, old))
-            or duplicated(len(spec.out))
+            or replicated(len(spec.out))
         )
         wanted = dict(
             x for d, axes in zip(spec.out, like.dims, strict=True) for x in self.per_letter(d, axes)
         )
         offers: list[Offer] = []
-        for dims, o, s, sums in zip(spec.ins, olds, srcs, keep, strict=True):
+        for dims, o, s, sums in zip(spec.ins, olds, srcs, unreduced, strict=True):
             # A gradient proposes the layout of its primal, everything else its own.
             proposed = self.layout.get(self.primal.get(o, o)) or s.layout
             if o in self.primal and _of_weight(self.primal[o]) and _refines(s.layout, proposed):
@@ -206,7 +211,7 @@ class _Sharding:
             own = _is_weight(o), s.layout.partial - sums
             for dim, axes in zip(dims, proposed.dims, strict=True):
                 offers += [Offer(x, some, *own) for x, some in self.per_letter(dim, axes) if some]
-        offers = [self.sliced(offer, offers) for offer in offers]
+        offers = [self.refined(offer, offers) for offer in offers]
         keys = ring[1] if (ring := OPS[old.op].ring) else ""  # split last: heads win over them
         offers.sort(
             key=lambda x: (
@@ -219,7 +224,7 @@ class _Sharding:
         offers[:0] = [Offer(x, axes) for x, axes in wanted.items() if x not in known]
         # What is whole and wanted split is sliced before the work, not after it.
         offers += [Offer(x, axes) for x, axes in wanted.items() if x in known and axes]
-        result = self.settle(old, spec, offers, frozenset[str]().union(*keep))
+        result = self.grant(old, spec, offers, frozenset[str]().union(*unreduced))
         for dim in spec.composite:
             # The inner index is split in contiguous parts only where the outer one is split up.
             outer = [x.axes for x in offers if x.letter == dim[0] and result[dim[1]]]
@@ -227,9 +232,11 @@ class _Sharding:
                 result[dim[1]] = ()
         return result
 
-    def sliced(self, offer: Offer, offers: list[Offer]) -> Offer:
-        """A weight follows what splits it further: a slice moves nothing. So does a partial sum
-        over the further axes: a reduce_scatter moves half of an all_reduce.
+    def refined(self, offer: Offer, offers: list[Offer]) -> Offer:
+        """Offer with further axes that another operand has on its letter.
+
+        A weight takes them, since a slice moves no bytes; so does a partial sum over these axes,
+        since a reduce_scatter moves half the bytes of an all_reduce.
         """
         known = len(offer.axes)
         further = [
@@ -249,14 +256,17 @@ class _Sharding:
         inner = tuple(a for a in axes if a in self.inner)
         return [(dim[0], tuple(a for a in axes if a not in inner)), (dim[1], inner)]
 
-    def settle(
+    def grant(
         self,
         old: Node,
         spec: Spec,
         offers: list[Offer],
         taken: frozenset[str],
     ) -> Splits:
-        """Grant the offers in order."""
+        """Axes of each letter.
+
+        Offers are granted in order, each axis to one letter, in ring attention to queries and keys.
+        """
         ring, rows = OPS[old.op].ring, OPS[old.op].rows
         result: Splits = {}
         used: dict[str, str] = dict.fromkeys(taken, "")
@@ -272,30 +282,32 @@ class _Sharding:
             # Keys are whole, or go round the ranks that the queries are split over.
             result.pop(ring[1], None)
         if rows:
-            # Rows stand in any order: the offered one, and inside it what leaves another dim for
-            # this one, which gives up its innermost split first.
-            of = [a for x in rows[1] for a in result.get(x, ())]
-            first = [a for x in offers if x.letter == rows[0] for a in x.axes if a in of]
-            result[rows[0]] = tuple(dict.fromkeys([*first, *reversed(of)]))
+            # Rows of tokens may be in any order: the offered axes first, then those that leave
+            # another dim for this one, its innermost split first.
+            token_axes = [a for x in rows[1] for a in result.get(x, ())]
+            first = [a for x in offers if x.letter == rows[0] for a in x.axes if a in token_axes]
+            result[rows[0]] = tuple(dict.fromkeys([*first, *reversed(token_axes)]))
         return {x: result.get(x, ()) for x in spec.letters}
 
     def reshard(self, n: Node, to: Layout, consumer: Node, *, operand: bool = False) -> Node:
-        """Collectives from where `n` lives to `to`; consumers with the same need share them."""
+        """Bring `n` to layout `to`; consumers that need the same layout share the collectives."""
         phase, once = consumer.phase, consumer.once
         name = "" if operand else consumer.name
         role = None if operand else consumer.role
-        for step in steps(n.layout, to):
-            move = partial(_move, n, step, name=name, role=role)
-            earlier = (n.phase, n.once) != (phase, once) and move(phase=n.phase, once=n.once)
+        for move in moves(n.layout, to):
+            moved = partial(move_value, n, move, name=name, role=role)
+            earlier = (n.phase, n.once) != (phase, once) and moved(phase=n.phase, once=n.once)
             if (
                 earlier
                 and earlier in self.made
-                # Of keys and of weights, `remat` has said whether they are gathered again.
-                and (step.kind != "all_gather" or (self.keep_gathered and role not in _BY_REMAT))
+                and (
+                    move.kind != "all_gather"
+                    or (self.keep_gathered and role not in _REGATHERED_BY_REMAT)
+                )
             ):
                 n = earlier
             else:
-                n = move(phase=phase, once=once)
+                n = moved(phase=phase, once=once)
             self.made.add(n)
         return n
 

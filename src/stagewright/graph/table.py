@@ -140,7 +140,7 @@ _STEP = {"axes": need(tuple), "src": need(int, str, type(None)), "dst": need(int
 def attributes_of(op: str) -> Mapping[str, Attribute]:
     """Attributes of an op, a move or a kind of leaf; raises KeyError for any other name.
 
-    `axes`, `src` and `dst` of a move are those of `algebra.layout.Step`.
+    `axes`, `src` and `dst` of a move are those of `algebra.layout.Move`.
     """
     if op in OPS:
         return OPS[op].attrs

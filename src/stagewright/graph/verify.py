@@ -11,7 +11,7 @@ import weakref
 from typing import Any
 
 from stagewright.algebra.index import parse
-from stagewright.algebra.layout import Step, collective, layout_after
+from stagewright.algebra.layout import Move, collective, layout_after
 from stagewright.graph.node import BYTES, PHASES, Graph, Node
 from stagewright.graph.roles import Role
 from stagewright.graph.table import LEAVES, MOVES, OPS, check_attributes
@@ -93,7 +93,7 @@ def _check_move(n: Node) -> None:
     (old,) = n.srcs
     if collective(src, dst) != n.op:
         raise ValueError(f"is no way from {src} to {dst}")
-    if layout_after(old.layout, Step(n.op, axes, src, dst)) != n.layout:
+    if layout_after(old.layout, Move(n.op, axes, src, dst)) != n.layout:
         raise ValueError(f"does not lead here from {old}")
 
 

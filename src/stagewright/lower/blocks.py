@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
-from stagewright import blocks as nn
+from stagewright import blocks as model_blocks
 from stagewright.algebra.layout import Mesh
 from stagewright.errors import UserError
 from stagewright.graph.node import Graph, Node
@@ -26,7 +26,7 @@ from stagewright.lower.assembly.lowered_block import (
     weight_half,
 )
 from stagewright.lower.kernels.extent import Extent, bytes_of
-from stagewright.lower.kernels.kernel import Kernel
+from stagewright.lower.kernels.kernel import LoweredTask
 from stagewright.lower.kernels.live_values import interface, outputs
 from stagewright.lower.kernels.lowering import KernelRules, kernels
 from stagewright.lower.variants import BlockVariant
@@ -45,7 +45,9 @@ MEMOIZED = 256
 """Entries per cache of graphs and lowered blocks: a run needs a dozen, a search some hundred."""
 
 
-def build_block(variant: BlockVariant, model: ModelConfig, recipe: nn.Recipe) -> nn.Block:
+def build_block(
+    variant: BlockVariant, model: ModelConfig, recipe: model_blocks.Recipe
+) -> model_blocks.Block:
     """Build the block for one device: forward, and in training gradients and optimizer step."""
     recipe = replace(
         recipe,
@@ -66,10 +68,10 @@ def build_block(variant: BlockVariant, model: ModelConfig, recipe: nn.Recipe) ->
 
 @lru_cache(maxsize=MEMOIZED)
 def build_for_one_device(
-    name: str, model: ModelConfig, recipe: nn.Recipe, layer: Layer
-) -> nn.Block:
+    name: str, model: ModelConfig, recipe: model_blocks.Recipe, layer: Layer
+) -> model_blocks.Block:
     """Like `build_block`, by name."""
-    block = nn.BLOCKS[name](model, recipe, layer)
+    block = model_blocks.BLOCKS[name](model, recipe, layer)
     verify(block.graph, "building, with gradients")
     return block
 
@@ -149,7 +151,7 @@ def _module(n: Node) -> str:
     return "activation" if n.op in ("act", "glu") and n.scope == "mlp" else ""
 
 
-def recompute(block: nn.Block, rules: Recomputation) -> nn.Block:
+def recompute(block: model_blocks.Block, rules: Recomputation) -> model_blocks.Block:
     """Recompute in backward the values that are not saved."""
     results: set[Node] = set()  # results of forward that backward recomputes though they are saved
     if rules.as_read or all(n.phase != "backward" for n in block.graph):
@@ -173,11 +175,12 @@ def shard_block(
     mesh: Mesh,
     plan: Plan,
     sizes: Mapping[str, int],
-    recipe: nn.Recipe,
+    recipe: model_blocks.Recipe,
 ) -> Graph:
     """Build the graph of a block variant as each rank executes it, symbolic in its sizes.
 
-    Runs share graphs: a graph depends only on which degrees exceed 1 and which dims ZeRO splits.
+    Runs share graphs: those of equal choices, with the same axes of more than one rank and the same
+    dims split by ZeRO, are equal.
     """
     block = build_block(variant, model, recipe)
     return sharded(
@@ -191,7 +194,7 @@ def shard_block(
 
 @lru_cache(maxsize=MEMOIZED)
 def sharded(
-    block: nn.Block,
+    block: model_blocks.Block,
     rules: Recomputation,
     plan: Plan,
     zero: tuple[tuple[ParameterShape, Dims], ...],
@@ -247,7 +250,7 @@ def lower_block(
     variant: BlockVariant,
     habits: Habit = MEGATRON_LM,
 ) -> LoweredBlock:
-    """Lower a sharded block to kernels, messages and memory of one rank, for these sizes.
+    """Lower a sharded block to kernels, collectives and memory of one rank, for these sizes.
 
     Runs share blocks: equal blocks are one object.
     """
@@ -311,8 +314,8 @@ def kernel_rules(run: Run, habits: Habit = MEGATRON_LM) -> KernelRules:
 
 
 def _uses(
-    tasks: Sequence[Kernel], size: Mapping[Node, int], graph: Graph, habits: Habit
-) -> dict[Kernel, Use]:
+    tasks: Sequence[LoweredTask], size: Mapping[Node, int], graph: Graph, habits: Habit
+) -> dict[LoweredTask, Use]:
     """Values that each task allocates and touches, and its scratch bytes."""
     by_task = uses(tasks, size, graph, habits.allocation(PERMANENT_BUFFERS))
     for t in tasks:
@@ -321,7 +324,7 @@ def _uses(
     return by_task
 
 
-def _check_numbers(tasks: Sequence[Kernel], run: Run) -> None:
+def _check_numbers(tasks: Sequence[LoweredTask], run: Run) -> None:
     """Raise UserError where sums over a step could exceed 64 bits."""
     for t in tasks:
         if max(t.flops, t.traffic, t.comm_bytes) > MOST_FLOPS:
@@ -343,7 +346,7 @@ def _inputs(graph: Graph, extent: Extent) -> dict[str, tuple[int, str]]:
 def _bytes_of_values(graph: Graph, mesh: Mesh, extent: Extent, habits: Habit) -> dict[Node, int]:
     """Bytes of each value on one rank."""
     size = {n: bytes_of(n, extent.of(n)) for n in graph}
-    for n in graph if extent.rows else ():  # gathered with their padding
+    for n in graph if extent.row_axes else ():  # gathered with their padding
         if n.op == "all_gather" and n.role is Role.USED:
             axes: Any = n["axes"]
             size[n] = size[n.srcs[0]] * mesh.size(*axes)

@@ -11,7 +11,7 @@ from stagewright.lower.parameters import TrainedParameters
 from stagewright.lower.routing import Load
 from stagewright.model.config import ModelConfig
 from stagewright.program.columns import Program
-from stagewright.program.fit import Fit, fit_of, peak_in_issue_order
+from stagewright.program.fit import Fit, fit_of, peak_in_program_order
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order
 
@@ -61,7 +61,7 @@ class CompiledRun:
         """Comparison with the memory of a device; None: unknown memory."""
         if self.device_memory is None:
             return None
-        return fit_of(map(peak_in_issue_order, self.program.classes), self.device_memory)
+        return fit_of(map(peak_in_program_order, self.program.classes), self.device_memory)
 
     def graph_text(self) -> str:
         """Sharded graphs in the paper's notation, one section per block variant."""

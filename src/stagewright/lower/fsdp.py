@@ -22,8 +22,8 @@ from stagewright.lower.assembly.lowered_block import Value, moves_gradients
 from stagewright.lower.assembly.segments import ActionRows, CopyRelation
 from stagewright.lower.assembly.stage_values import StageValues
 from stagewright.lower.assembly.work import AssembledWork, assembled
-from stagewright.lower.kernels.extent import OwnRows, Split
-from stagewright.lower.kernels.kernel import Kernel, TaskPart
+from stagewright.lower.kernels.extent import LocalRows, Split
+from stagewright.lower.kernels.kernel import BlockSection, LoweredTask
 from stagewright.program.columns import Program, RankClass, TaskKind, intersect
 from stagewright.program.communicators import place_along
 from stagewright.run.settings import Run
@@ -106,8 +106,8 @@ def _with_root_unit(
     With `root_first`, all units reduce after the whole backward: the root, then the others from the
     first on.
     """
-    gather_parts = (TaskPart.GATHER_ONCE, TaskPart.GATHER)
-    root_gathers = [(i, t) for i, t in items if i in root and t.part in gather_parts]
+    gather_sections = (BlockSection.GATHER_ONCE, BlockSection.GATHER)
+    root_gathers = [(i, t) for i, t in items if i in root and t.section in gather_sections]
     all_reductions = _reductions(items)
     reductions = {i: [item for item in all_reductions if item[0] == i] for i, _ in items}
     additions = {
@@ -117,7 +117,7 @@ def _with_root_unit(
     moved |= {t for _, t in root_gathers}
     remaining = _gather_after_loss([item for item in items if item[1] not in moved])
     # Gradients are complete after the backward of their block; the root's, of all blocks.
-    last_row = {i: n for n, (i, t) in enumerate(remaining) if t.part is TaskPart.BACKWARD}
+    last_row = {i: n for n, (i, t) in enumerate(remaining) if t.section is BlockSection.BACKWARD}
     last = max(last_row.values(), default=-1)
     rows = merged(root_gathers)
     for n, (i, t) in enumerate(remaining):
@@ -132,20 +132,22 @@ def _with_root_unit(
     return rows
 
 
-def _adds_before_reduction(t: Kernel) -> bool:
+def _adds_before_reduction(t: LoweredTask) -> bool:
     """True if a kernel adds a gradient in another precision to those of earlier microbatches.
 
     A kernel that adds a reduced gradient is part of the reduction.
     """
-    reduced = any(isinstance(d, Kernel) and moves_gradients(d) for d in t.deps)
+    reduced = any(isinstance(d, LoweredTask) and moves_gradients(d) for d in t.deps)
     return t.op == "cast+accumulate" and not reduced
 
 
 def _gather_after_loss(items: Sequence[Item]) -> Row:
     """Gather for the second block of backward when the loss has its gradient."""
-    start = next((n for n, (_, t) in enumerate(items) if t.part is TaskPart.BACKWARD), 0)
+    start = next((n for n, (_, t) in enumerate(items) if t.section is BlockSection.BACKWARD), 0)
     first = items[start][0] if items else 0
-    gathers = [(i, t) for i, t in items[:start] if t.part is TaskPart.GATHER_AGAIN and i != first]
+    gathers = [
+        (i, t) for i, t in items[:start] if t.section is BlockSection.GATHER_AGAIN and i != first
+    ]
     deferred = {t for _, t in gathers}
     candidates = range(start, len(items))
     end = next((n for n in candidates if _ends_wait(items[n][1], deferred)), start)
@@ -153,18 +155,20 @@ def _gather_after_loss(items: Sequence[Item]) -> Row:
     return [*before, *items[start:end], *gathers, *items[end:]] if gathers else [*items]
 
 
-def _ends_wait(t: Kernel, gathers: AbstractSet[Kernel]) -> bool:
+def _ends_wait(t: LoweredTask, gathers: AbstractSet[LoweredTask]) -> bool:
     """True if gathers are issued before this task: a product, or a task that depends on them."""
     product = t.shape is not None and t.shape.kernel == "gemm"
-    return product or any(isinstance(d, Kernel) and d in gathers for d in t.deps)
+    return product or any(isinstance(d, LoweredTask) and d in gathers for d in t.deps)
 
 
 def _reductions(items: Sequence[Item]) -> Row:
     """Reductions of gradients, the tasks that depend on these, and the casts before these."""
-    moved: set[Kernel] = set()
+    moved: set[LoweredTask] = set()
     for _, t in items:
-        depends = any(isinstance(d, Kernel) and d in moved for d in t.deps)
-        if t.part in (TaskPart.BACKWARD, TaskPart.REDUCE_ONCE) and (depends or moves_gradients(t)):
+        depends = any(isinstance(d, LoweredTask) and d in moved for d in t.deps)
+        if t.section in (BlockSection.BACKWARD, BlockSection.REDUCE_ONCE) and (
+            depends or moves_gradients(t)
+        ):
             moved.add(t)
     sources = {d for t in moved if moves_gradients(t) for d in t.deps}
     return [(i, t) for i, t in items if t in moved or (t in sources and t.op == "cast")]
@@ -179,7 +183,9 @@ def _extend_root_weights(values: StageValues, action: ActionRows) -> None:
     for i in values.root_blocks & last_rows.keys():
         unit = {i} | _unit(values.root_blocks)
         end = max(row for j, row in last_rows.items() if j in unit)
-        values.extend_weights(i, (TaskPart.GATHER_ONCE, TaskPart.GATHER), action.touch_by(end))
+        values.extend_weights(
+            i, (BlockSection.GATHER_ONCE, BlockSection.GATHER), action.touch_by(end)
+        )
 
 
 def _extend_to_next_input_half(values: StageValues, action: ActionRows) -> None:
@@ -196,9 +202,9 @@ def _pair_gathered_weights(values: StageValues) -> None:
     """Record weights of each unit, as forward and as backward gathers them."""
     for i, placed in enumerate(values.blocks):
         gathered = [
-            [new.nodes[0] for t in placed.block.by_part.get(part, ())
+            [new.nodes[0] for t in placed.block.by_section.get(section, ())
              if t.kind == TaskKind.COLLECTIVE for new in placed.block.uses[t].new]
-            for part in (TaskPart.GATHER, TaskPart.GATHER_AGAIN)
+            for section in (BlockSection.GATHER, BlockSection.GATHER_AGAIN)
         ]  # fmt: skip
         for forward_node, backward_node in zip(*gathered, strict=False):
             forward, backward = values.value(i, forward_node), values.value(i, backward_node)
@@ -214,7 +220,7 @@ def _extend_reduced(values: StageValues, action: ActionRows) -> None:
         if not (moves_gradients(t) and t.op == "reduce_scatter"):
             continue
         row_of = action.row_of[i]
-        casts = [row_of[d] for d in t.deps if isinstance(d, Kernel) and d.op == "cast"]
+        casts = [row_of[d] for d in t.deps if isinstance(d, LoweredTask) and d.op == "cast"]
         before = action.touch_by(min([*casts, row_of[t]]) - 1)
         unit = i, t.axes
         for value in reduced if owner != unit else ():
@@ -239,16 +245,16 @@ def _add_gather_buffers(values: StageValues, action: ActionRows, rows: Sequence[
     returns; in backward it is freed at once. `rows`: rows of all microbatches.
     """
     root = _unit(values.root_blocks)
-    gather_part = TaskPart.GATHER if action.forward else TaskPart.GATHER_AGAIN
+    gather_section = BlockSection.GATHER if action.forward else BlockSection.GATHER_AGAIN
     begins: dict[int, int] = {}  # per block, its first row
     gather_rows = set[int]()
     sizes: dict[int, int] = {}  # per block, gathered bytes
     collective_rows: dict[int, int] = {}  # per block
     for i, row_of in enumerate(action.row_of):
         for t, row in row_of.items():
-            if t.part in (TaskPart.FORWARD, TaskPart.BACKWARD):
+            if t.section in (BlockSection.FORWARD, BlockSection.BACKWARD):
                 begins[i] = min(row, begins.get(i, row))
-            elif t.part is gather_part:
+            elif t.section is gather_section:
                 gather_rows.add(row)
                 if t.kind == TaskKind.COLLECTIVE:
                     collective_rows[i] = row
@@ -287,7 +293,7 @@ def _begin_with_block(
     the order of the host; backward prefetches the next unit.
     """
     for i, begin in begins.items():
-        for t in values.blocks[i].block.by_part.get(TaskPart.GATHER, ()):
+        for t in values.blocks[i].block.by_section.get(BlockSection.GATHER, ()):
             for new in values.blocks[i].block.uses[t].new:
                 v = values.value(i, new.nodes[0])
                 if v is None:
@@ -318,7 +324,7 @@ def by_rows(
     mesh: Mesh,
     axes: tuple[str, ...],
     splits: Sequence[Split],
-    make: Callable[[OwnRows], Program],
+    make: Callable[[LocalRows], Program],
 ) -> Program:
     """Build the program of all ranks where the rows of some weights do not divide.
 
@@ -328,7 +334,7 @@ def by_rows(
     `axes`: those that FSDP shards over; `splits`: those that do not divide. Ranks of a pipeline
     rank with equal work form a class; its classes differ in the numbers of their actions only.
     """
-    first = make(OwnRows(axes))
+    first = make(LocalRows(axes))
     if not splits:
         return first
     rows = np.stack([_rows(mesh, split) for split in splits])
@@ -337,7 +343,7 @@ def by_rows(
     base: dict[int, AssembledWork] = {}  # by pipeline rank; all its classes share the order
     for i, rank_rows in enumerate(distinct.T.tolist()):
         ranks = np.flatnonzero(index.ravel() == i)
-        program = make(OwnRows(axes, tuple(zip(splits, rank_rows, strict=True))))
+        program = make(LocalRows(axes, tuple(zip(splits, rank_rows, strict=True))))
         for rank_class in program.classes:
             members = intersect(rank_class.ranks, ranks)
             if not len(members):

@@ -42,7 +42,7 @@ from stagewright.lower.assembly.segments import ActionRows, CopyRelation
 from stagewright.lower.assembly.stage_values import StageValues
 from stagewright.lower.fsdp import RootUnit, module_logits
 from stagewright.lower.kernels.extent import Extent
-from stagewright.lower.kernels.kernel import Kernel, TaskPart
+from stagewright.lower.kernels.kernel import BlockSection, LoweredTask
 from stagewright.lower.kernels.live_values import LiveValue, interface
 from stagewright.parallel.degrees import reduces_each_microbatch
 from stagewright.run.settings import Run
@@ -71,7 +71,7 @@ class GradientsSetToNone(Habit):
         if action.forward or self.one_microbatch:
             return
         for i, t in action.order:
-            if t.part is TaskPart.BACKWARD and t.op == "accumulate":
+            if t.section is BlockSection.BACKWARD and t.op == "accumulate":
                 gradient, total = values.value(i, t.reads[0]), values.value(i, t.made[0])
                 if gradient is not None and total is not None and gradient is not total:
                     values.first_gradients.append((gradient, total))
@@ -304,7 +304,7 @@ class RingAttention(Habit):
             return None
         return cls(run.cp, run.cp_comm_type == "all_gather")
 
-    def scratch(self, t: Kernel, size: Mapping[Node, int]) -> int:
+    def scratch(self, t: LoweredTask, size: Mapping[Node, int]) -> int:
         """Bytes of the last rank in its second step, without operands and results of the kernel.
 
         Sums are in fp32. With the bytes q of a rank's queries and k of its keys, and f fp32 values

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
-from stagewright import blocks as nn
+from stagewright import blocks as model_blocks
 from stagewright.blocks.adapters import LINEARS
 from stagewright.errors import UserError, did_you_mean
 from stagewright.graph.roles import Role
@@ -98,7 +98,7 @@ def trains_all(run: Run) -> bool:
 
 
 def mark_trained(
-    stages: Stages, run: Run, model: ModelConfig, recipe: nn.Recipe
+    stages: Stages, run: Run, model: ModelConfig, recipe: model_blocks.Recipe
 ) -> list[list[PlacedVariant]]:
     """Mark the trained parameters of each block.
 
@@ -127,7 +127,9 @@ def mark_trained(
 class _Selection:
     """Parameters that the names and patterns of a run select; collects those that match."""
 
-    def __init__(self, stages: Stages, run: Run, model: ModelConfig, recipe: nn.Recipe) -> None:
+    def __init__(
+        self, stages: Stages, run: Run, model: ModelConfig, recipe: model_blocks.Recipe
+    ) -> None:
         self.run, self.model, self.recipe = run, model, recipe
         self.matched: set[str] = set()
         """Names and patterns with a match."""
@@ -151,7 +153,7 @@ class _Selection:
         weights = (n for n in leaves if n.role in (Role.PARAMETER, Role.USED))
         return {n.binding.name: n.binding.tied or n.binding.live_in for n in weights}
 
-    def training(self, variant: BlockVariant, layer: int) -> nn.Training:
+    def training(self, variant: BlockVariant, layer: int) -> model_blocks.Training:
         """Frozen parameters and adapters of a block; its constant inputs follow later."""
         weights = self._weights(variant)
         adapters = tuple(self._adapters(variant, layer, frozenset(weights)))
@@ -170,7 +172,7 @@ class _Selection:
         }
         self.any_trains |= len(frozen) < len(weights) + len(factors)
         stored = FROZEN[self.run.quantize_base] if self.run.quantize_base else None
-        return nn.Training(
+        return model_blocks.Training(
             frozenset(frozen),
             adapters=adapters,
             stored=tuple((scope, stored) for scope in SCOPES) if stored else (),
@@ -193,7 +195,7 @@ class _Selection:
 
     def _adapters(
         self, variant: BlockVariant, layer: int, weights: frozenset[str]
-    ) -> Iterator[nn.Adapter]:
+    ) -> Iterator[model_blocks.Adapter]:
         """Adapters of a block."""
         run = self.run
         if run.lora_rank is None:
@@ -209,7 +211,9 @@ class _Selection:
                     )
                 target_of |= dict.fromkeys(linear, target)
                 alpha = run.lora_alpha or run.lora_rank
-                yield nn.Adapter(linear, run.lora_rank, alpha / run.lora_rank, run.lora_dropout)
+                yield model_blocks.Adapter(
+                    linear, run.lora_rank, alpha / run.lora_rank, run.lora_dropout
+                )
         self.names |= weights
 
     def check(self) -> None:

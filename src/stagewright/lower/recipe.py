@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from stagewright import blocks as nn
+from stagewright import blocks as model_blocks
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import reduces_each_microbatch
 from stagewright.run import requests
@@ -16,21 +16,21 @@ OPTIMIZER_READS = {"adamw": 3, "sgd": 1}
 """Number of reads of a gradient by PyTorch's optimizers: `lerp_` 1, `addcmul_` 2; `add_` 1."""
 
 
-def recipe_of(run: Run, model: ModelConfig) -> nn.Recipe:
+def recipe_of(run: Run, model: ModelConfig) -> model_blocks.Recipe:
     """Recipe of a run on a single device."""
     freed = run.reshard_after_forward or (run.reshard_after_backward and run.pp == 1)
     gathered_once = run.zero == 3 and not freed
     dtensor = run.sequence_parallel_grads == "dtensor" and run.sequence_parallel_size > 1
     inference = None
     if run.mode != "train":
-        inference = nn.Inference(
+        inference = model_blocks.Inference(
             cache_dtype=run.kv_cache_dtype or "bf16",
             redundant_experts=run.num_redundant_experts,
             decode=run.mode == "decode",
             striped=requests.stripes(run, model) > 1,
             prefix=requests.prefixed(run),
         )
-    return nn.Recipe(
+    return model_blocks.Recipe(
         experts=_experts(run, model),
         precision=_precision(run),
         optimizer=run.optimizer,
@@ -51,14 +51,16 @@ def recipe_of(run: Run, model: ModelConfig) -> nn.Recipe:
         inference=inference,
         # Layout of the logits that the loss reads; with tp=1 nothing is split.
         logits="" if run.tp == 1 else "split" if run.loss_parallel else "gathered",
-        operators=nn.OperatorHabits(run.operators == "eager", run.joint_projections, run.repeat_kv),
-        gradients=nn.GradientHabits(
+        operators=model_blocks.OperatorHabits(
+            run.operators == "eager", run.joint_projections, run.repeat_kv
+        ),
+        gradients=model_blocks.GradientHabits(
             of_each_linear=run.input_grad_reduce == "linear" and run.tp > 1,
             whole_embedding=run.whole_embedding_grad and run.tp > 1,
             sum_as_made=dtensor and run.zero == 3,
             accumulated_as_reduced=run.zero == 3 and not reduces_each_microbatch(run),
         ),
-        updates=nn.OptimizerHabits(
+        updates=model_blocks.OptimizerHabits(
             step_tensors=run.optimizer_step_tensors and run.optimizer == "adamw",
             momentum=run.sgd_momentum > 0,
             partial_reads=OPTIMIZER_READS[run.optimizer] if dtensor and run.zero < 3 else 0,
@@ -66,17 +68,17 @@ def recipe_of(run: Run, model: ModelConfig) -> nn.Recipe:
     )
 
 
-def _precision(run: Run) -> nn.Precision:
+def _precision(run: Run) -> model_blocks.Precision:
     """Number formats of a run."""
     moments = {"exp_avg": run.exp_avg_dtype, "exp_avg_sq": run.exp_avg_sq_dtype}
     precision = replace(
-        nn.PRECISIONS[run.precision],
+        model_blocks.PRECISIONS[run.precision],
         attention="fp8" if run.fp8_dot_product_attention else "",
         reduce=run.grad_reduce_dtype or "",
         moments=tuple((name, dtype) for name, dtype in moments.items() if dtype),
     )
     if run.precision == "fp8" and run.fp8_recipe:
-        casts = nn.FP8_RECIPES[run.fp8_recipe]
+        casts = model_blocks.FP8_RECIPES[run.fp8_recipe]
         precision = replace(
             precision,
             gemm="mxfp8" if run.fp8_recipe == "mxfp8" else precision.gemm,
@@ -90,11 +92,11 @@ def _precision(run: Run) -> nn.Precision:
     return precision
 
 
-def _experts(run: Run, model: ModelConfig) -> nn.ExpertRecipe:
+def _experts(run: Run, model: ModelConfig) -> model_blocks.ExpertRecipe:
     ranks = run.ep * run.expert_tensor_parallel_size
     exchanged = ranks > 1 and not run.moe_pad_expert_input_to_capacity
     bias, trains = run.moe_router_enable_expert_bias, run.mode == "train"
-    return nn.ExpertRecipe(
+    return model_blocks.ExpertRecipe(
         dispatcher=run.moe_token_dispatcher_type,
         apply_probs=run.moe_apply_probs or model.apply_probs,
         exchange_counts=trains and exchanged and run.moe_token_dispatcher_type == "alltoall",
@@ -119,7 +121,7 @@ def sizes_of(run: Run, model: ModelConfig, *, replicas: int = 1) -> dict[str, in
     parts = run.tp * (run.pp if shared_ends(run.schedule) else 1)
     multiple = run.make_vocab_size_divisible_by * parts
     padded = -(-model.vocab_size // multiple) * multiple
-    sizes = nn.sizes(model) | {"V": padded, "VocabularyGroups": parts}
+    sizes = model_blocks.sizes(model) | {"V": padded, "VocabularyGroups": parts}
     of_modules = {name: number for m in model.modules for name, number in m.sizes.items()}
     if run.mode != "train":
         experts = model.num_experts + run.num_redundant_experts

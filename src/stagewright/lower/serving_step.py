@@ -24,7 +24,7 @@ from stagewright.lower.assembly.lowered_block import LoweredBlock, StageBlock
 from stagewright.lower.blocks import lower_block, shard_block
 from stagewright.lower.compiled_run import Capacity, CompiledRun
 from stagewright.lower.kernels.extent import Extent, bytes_of, extent_of
-from stagewright.lower.kernels.kernel import Kernel, TaskPart
+from stagewright.lower.kernels.kernel import BlockSection, LoweredTask
 from stagewright.lower.kernels.live_values import carried, outputs
 from stagewright.lower.parameters import parameters
 from stagewright.lower.recipe import recipe_of, sizes_of
@@ -105,7 +105,7 @@ def compile_serving(run: Run, model: ModelConfig, table: Mapping[str, str]) -> C
     order = forward_only(run.pp, run.microbatches)
 
     programs: list[Program] = []  # by batch: the program of all ranks, if all serve this one
-    kernels: dict[BlockVariant, Sequence[Kernel]] = {}
+    kernels: dict[BlockVariant, Sequence[LoweredTask]] = {}
     for batch in load.sizes:
         blocks = step.lower_blocks(batch)
         placed = [[StageBlock(blocks[v], i, v.name_at(i)) for v, i in stage] for stage in stages]
@@ -207,7 +207,7 @@ class ServingMemory:
         self,
         stages: Sequence[Sequence[PlacedVariant]],
         graphs: Mapping[BlockVariant, Graph],
-        kernels: Mapping[BlockVariant, Sequence[Kernel]],
+        kernels: Mapping[BlockVariant, Sequence[LoweredTask]],
         extent: Callable[[Sizes], Extent],
     ) -> None:
         """`kernels`: by block, for any sizes, on which their reads and writes do not depend."""
@@ -259,7 +259,9 @@ class ServingMemory:
         return blocks[::-1]
 
 
-def served_footprint(graph: Graph, kernels: Sequence[Kernel], extent: Extent) -> ServedFootprint:
+def served_footprint(
+    graph: Graph, kernels: Sequence[LoweredTask], extent: Extent
+) -> ServedFootprint:
     """Footprint of a block in inference."""
     params = {n for n in graph if n.op == "param"}
     caches = {n for n in graph if n.op == "state"}
@@ -270,11 +272,11 @@ def served_footprint(graph: Graph, kernels: Sequence[Kernel], extent: Extent) ->
         sum(bytes_of(n, extent) for n in params if not n.binding.tied),
         {n.binding.tied: bytes_of(n, extent) for n in params if n.binding.tied},
         sum(bytes_of(n, extent) for n in caches),
-        _peak([t for t in kernels if t.part is TaskPart.FORWARD], static, extent),
+        _peak([t for t in kernels if t.section is BlockSection.FORWARD], static, extent),
     )
 
 
-def _peak(kernels: Sequence[Kernel], static: set[Node], extent: Extent) -> int:
+def _peak(kernels: Sequence[LoweredTask], static: set[Node], extent: Extent) -> int:
     """Peak bytes while the kernels run, without the `static` values."""
     values = [[n for n in dict.fromkeys((*t.reads, *t.made)) if n not in static] for t in kernels]
     last_use = {n: i for i, used in enumerate(values) for n in used}

@@ -22,7 +22,7 @@ from stagewright.lower.blocks import lower_block, shard_block
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.fsdp import by_rows
 from stagewright.lower.habits import Habits
-from stagewright.lower.kernels.extent import Extent, OwnRows, Split, extent_of
+from stagewright.lower.kernels.extent import Extent, LocalRows, Split, extent_of
 from stagewright.lower.parameters import count_trained, mark_trained, parameters, trains_all
 from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.lower.routing import ROWS, ExpertRows, Load, Routing
@@ -90,14 +90,14 @@ class TrainingStep:
         tokens = self.sizes["B"] * self.sizes["S"]
         return Routing.of(self.run, self.model, self.mesh, self.plan, tokens)
 
-    def extent(self, rows: ExpertRows | None, own: OwnRows | None = None) -> Extent:
+    def extent(self, rows: ExpertRows | None, local_rows: LocalRows | None = None) -> Extent:
         """Sizes of dims on a rank; `rows`: rows of experts, None: a dense model.
 
-        `own`: the rank's rows of the weights that FSDP splits; None: the first rank's.
+        `local_rows`: the rank's rows of the weights that FSDP splits; None: the first rank's.
         """
         shards = frozenset(self.plan.shard if self.plan.shard_rows else ())
         means = {ROWS: rows} if rows else None
-        return extent_of(self.sizes, self.mesh, means, shards, own)
+        return extent_of(self.sizes, self.mesh, means, shards, local_rows)
 
     def lower(
         self, graphs: Mapping[BlockVariant, Graph], extent: Extent
@@ -110,7 +110,7 @@ class TrainingStep:
         self, graphs: Mapping[BlockVariant, Graph], rows: ExpertRows | None
     ) -> Sequence[Split]:
         """Distinct splits by FSDP that do not divide."""
-        blocks = self.lower(graphs, self.extent(rows, OwnRows(self.plan.shard)))
+        blocks = self.lower(graphs, self.extent(rows, LocalRows(self.plan.shard)))
         return [*dict.fromkeys(split for block in blocks.values() for split in block.uneven)]
 
     def assemble(
@@ -148,18 +148,18 @@ def compile_training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> 
     routing = step.routing
     load = Load.read(run.expert_load, routing, model) if routing and run.expert_load else None
 
-    def equal_ranks(rows: ExpertRows | None, own: OwnRows | None) -> Program:
-        """Program of all ranks if each has the `own` rows of the weights that FSDP splits."""
-        blocks = step.lower(graphs, step.extent(rows, own))
+    def program_with_rows(rows: ExpertRows | None, local_rows: LocalRows | None) -> Program:
+        """Program of all ranks if each had these local rows of the weights that FSDP splits."""
+        blocks = step.lower(graphs, step.extent(rows, local_rows))
         return step.assemble(blocks, load.of_layers if load else None)
 
     def program(rows: ExpertRows | None) -> Program:
         """Program of every rank; `rows`: rows of experts, None: a dense model."""
         plan = step.plan
         if not plan.shard_rows:
-            return equal_ranks(rows, None)
+            return program_with_rows(rows, None)
         splits = step.uneven_splits(graphs, rows)
-        return by_rows(step.mesh, plan.shard, splits, partial(equal_ranks, rows))
+        return by_rows(step.mesh, plan.shard, splits, partial(program_with_rows, rows))
 
     merged = load.programs(program) if load else program(routing.even() if routing else None)
     trained = count_trained(step.stages, run, model)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from stagewright import blocks as nn
+from stagewright import blocks as model_blocks
 from stagewright.blocks.chain import MADE_ON_EACH_STAGE, live_ins, tied_tables
 from stagewright.errors import UserError
 from stagewright.lower.fsdp import RootUnit
@@ -30,12 +30,12 @@ class BlockVariant(NamedTuple):
     states_on_host: bool = False  # its optimizer step runs on the host
     activations_on_host: bool = False  # values saved for backward are in host memory
     root: bool = False  # outside of all layers: may gather weights with other root blocks
-    ties: tuple[nn.Tie, ...] = ()  # tables of which other blocks have copies
+    ties: tuple[model_blocks.Tie, ...] = ()  # tables of which other blocks have copies
     begins: frozenset[str] = frozenset()  # values of which it is the first user on its stage
     ends: frozenset[str] = frozenset()  # values of which it is the last user
     shared: bool = False  # every pipeline rank has a shard of its vocabulary
     weights: Storage = ()  # storage of its matrices in inference
-    training: nn.Training = nn.EVERYTHING  # its trained parameters
+    training: model_blocks.Training = model_blocks.EVERYTHING  # its trained parameters
 
     def name_at(self, layer: int) -> str:
         """Name of this block at a layer index, such as `layer3`; -1: `head` and the like."""
@@ -101,7 +101,7 @@ def place_blocks(run: Run, model: ModelConfig) -> list[list[PlacedVariant]]:
     stages: list[list[PlacedVariant]] = [[] for _ in counts]
     between: list[PlacedVariant] = []
     stage = 0
-    for name, index, layer, behind in nn.chain(model):
+    for name, index, layer, behind in model_blocks.chain(model):
         if index < 0:
             recomputed = run.recompute == "full" and layer.ahead > 0
             variant = BlockVariant(name, layer, recomputed, root=RootUnit.applies(run))
@@ -210,7 +210,7 @@ def tie_tables(
     ranks: dict[int, frozenset[int]] = {}  # stage -> its pipeline ranks
     for place in places(order):
         ranks[place.stage] = ranks.get(place.stage, frozenset()) | {place.rank}
-    ties: dict[tuple[int, int], list[nn.Tie]] = {}
+    ties: dict[tuple[int, int], list[model_blocks.Tie]] = {}
     for name, copies in copies_of.items():
         for at, tie in _ties(name, copies, ranks).items():
             ties.setdefault(at, []).append(tie)
@@ -228,14 +228,14 @@ def tie_tables(
 
 def _ties(
     name: str, copies: Sequence[tuple[int, int]], ranks: Mapping[int, frozenset[int]]
-) -> dict[tuple[int, int], nn.Tie]:
+) -> dict[tuple[int, int], model_blocks.Tie]:
     """Tie of each copy of a table: a stage and the index of a block on it."""
     numbered = list(enumerate(copies))
     first_on_ranks = {ranks[s]: n for n, (s, _) in reversed(numbered)}
     first_on_stage = {s: n for n, (s, _) in reversed(numbered)}
     last_on_stage = {s: n for n, (s, _) in numbered}
     return {
-        (s, i): nn.Tie(
+        (s, i): model_blocks.Tie(
             name,
             first=n == 0,
             owner=n == first_on_ranks[ranks[s]],

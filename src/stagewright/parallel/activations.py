@@ -14,8 +14,8 @@ from stagewright.parallel.plan import Axes, Dims, Plan
 STREAM = frozenset({"x", "y", "dy", "dx"})
 """Residual stream, which may be several: [B, S, Streams, M]."""
 
-_RESIDUAL = (*STREAM, "attn_reduced", "mlp_reduced", "branch", "embedded", "d_norm_out")
-"""Values that live like the residual stream; `norm_out` is made by `Builder._eager_norm`."""
+_LIKE_RESIDUAL = (*STREAM, "attn_reduced", "mlp_reduced", "branch", "embedded", "d_norm_out")
+"""Values with the layout of the residual stream; `Builder.eager_norm` makes `norm_out`."""
 
 _INPUT_GRADS = tuple(f"d_{name}_in" for name in ("q", "k", "v", "up", "gate", "logits"))
 """Gradients of the inputs f"{name}_in" that `Builder.linear` makes if the recipe reduces the
@@ -30,19 +30,19 @@ def _without(axes: Axes, others: Collection[str]) -> Axes:
     return tuple(a for a in axes if a not in others)
 
 
-def residual(plan: Plan, rank: int = 3) -> Dims:
-    """Layout of the residual stream [B, S, M], or of several streams of `rank` dims."""
-    return (plan.data, plan.sequence, *[()] * (rank - 2))
+def residual(plan: Plan, ndim: int = 3) -> Dims:
+    """Layout of the residual stream [B, S, M], or of several streams of `ndim` dims."""
+    return (plan.data, plan.sequence, *[()] * (ndim - 2))
 
 
-def activation_rows(plan: Plan) -> dict[str, Dims]:
-    """Rows of a run."""
+def activation_layouts(plan: Plan) -> dict[str, Dims]:
+    """Layout of each named activation, by name."""
     gathered = (plan.data, plan.context, ())
     tokens = ("tokens", "token_types", "labels", "max", "exp_sum", "picked")
     rows: dict[str, Dims] = {
         **dict.fromkeys(tokens, gathered[:2]),
         "positions": (plan.context,),
-        **dict.fromkeys(_RESIDUAL, residual(plan)),
+        **dict.fromkeys(_LIKE_RESIDUAL, residual(plan)),
         **dict.fromkeys((*_INPUT_GRADS, "eh_gathered", "logits_whole"), gathered),
         # Every rank of tp scores all keys for the same queries (Megatron-LM's DSAIndexer).
         **dict.fromkeys(("index_in", "index_latent", "chosen"), gathered),

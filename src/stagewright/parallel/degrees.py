@@ -19,26 +19,28 @@ from stagewright.run.settings import Run
 
 
 class AxisUse(NamedTuple):
-    """Axis of the mesh, the degree that it is part of, and that of the experts' weights."""
+    """Axis of the mesh; the degree, or axis of tp, that it is part of; that of experts' weights."""
 
     name: str
     size: int
-    dense: str  # tp, cp, dp, dp_shard, dp_replicate, pp
-    expert: str  # etp, ep, edp, or pp
+    dense: str
+    """tp or an axis of tp (tp_kv, tp_rep, tp_group, tp_dcp), cp, dp, dp_shard, dp_replicate, pp."""
+    expert: str
+    """etp, ep, edp, pp; "": none."""
 
 
 def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> tuple[Mesh, Plan]:
-    """Mesh of a run and the plan of its axes, without axes of one rank.
+    """Mesh of a run, with all axes, and the plan of those of more than one rank.
 
     `mirrored`: the schedule has every stage twice, and the two replicas are data parallel.
     """
     uses = axes_of(run, model)
     sizes = {use.name: use.size for use in uses}
 
-    def axes(*degrees: str) -> Axes:
-        """Axes of some degrees, outermost first."""
+    def axes(*parts: str) -> Axes:
+        """Axes of more than one rank of some degrees, or axes of tp, outermost first."""
         split = [use for use in reversed(uses) if use.size > 1]
-        return tuple(use.name for d in degrees for use in split if d in (use.dense, use.expert))
+        return tuple(use.name for x in parts for use in split if x in (use.dense, use.expert))
 
     def outermost(axes: Axes, ranks: int) -> Axes:
         """First axes, whose sizes multiply to `ranks`."""
@@ -58,7 +60,7 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
         stripes = cp + (axes(tensor_axes[0]) if _striped(run) > 1 else ())
     replicas = axes("dp_replicate", "dp_shard", "dp")
     data = ((MIRROR,) if mirrored else ()) + replicas
-    # Ranks that the key-value heads split; the other ranks of tp split the query heads of one.
+    # Ranks of tp that split the key-value heads; the others split the query heads of one.
     kv_ranks = gcd(run.tp, model.shared_query_groups)
     key_value = outermost(tensor, kv_ranks)
     inner = frozenset(tensor) - {*key_value}

@@ -1,8 +1,8 @@
 """Strategy: layout of each value of a block, from declarations of its weights and a plan.
 
-No other module knows a strategy. Weights are split as they declare (`blocks`), their states and
-gradients by ZeRO, activations by the rows of `activations`; a user's table has precedence over all
-of these. Values that no row names follow their operands.
+Only this module and `activations`, which has the rows of activations, know a strategy; others call
+`strategy`. Weights are split as they declare (`blocks`), their states and gradients by ZeRO; a
+user's table has precedence over all of these. Values that no row names follow their operands.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from stagewright.errors import UserError, divisors
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.parameter import Parameter
 from stagewright.graph.roles import Role
-from stagewright.graph.shard import Want
+from stagewright.graph.shard import Strategy
 from stagewright.parallel.activations import (
     EXPERT_SUMS,
     STREAM,
-    activation_rows,
+    activation_layouts,
     residual,
     score_dims,
 )
@@ -31,29 +31,30 @@ from stagewright.parallel.plan import Dims, Plan
 BATCH, WIDTH = size("B"), size("M")
 
 
-def strategy(plan: Plan, sharded: Iterable[tuple[ParameterShape, Dims]] = ()) -> Want:
+def strategy(plan: Plan, sharded: Iterable[tuple[ParameterShape, Dims]] = ()) -> Strategy:
     """Layout of each value of a run, by name, role and declaration.
 
     `sharded`: the dims that ZeRO splits, `sharded_dims` of the same graph.
     """
     table = {name: plan.layout(row) for name, row in plan.table.items()}
-    rows, used, shards = activation_rows(plan), cache(plan.used), dict(sharded)
+    activations, parameter_dims = activation_layouts(plan), cache(plan.parameter_dims)
+    shards = dict(sharded)
 
     def layout(n: Node, have: Layout | None) -> Layout | None:
         """Layout of a node; None: it follows its operands, which give it `have`."""
         bound = n.binding
         if bound.param:
-            dims = used(bound.param, len(n.shape))
+            dims = parameter_dims(bound.param, len(n.shape))
             return _parameter_layout(n, bound.param, have, plan, dims, shards)
         if n.role is Role.SQUARED_NORM:
             return None
         if bound.split_as:  # a state of each request
-            return Layout((plan.data, (), *used(bound.split_as, len(n.shape) - 2)))
+            return Layout((plan.data, (), *parameter_dims(bound.split_as, len(n.shape) - 2)))
         if bound.asked:
             return _asked_layout(n, have, table.get(n.name), plan)
         if n.name in table and len(table[n.name].dims) == len(n.shape):
             return table[n.name]
-        dims = rows.get(bound.like or n.name)
+        dims = activations.get(bound.like or n.name)
         if n.name in STREAM and len(n.shape) == 4:
             dims = residual(plan, 4)
         if n.name in STREAM and plan.sequence and len(n.shape) > 2 and n.shape[1] == WIDTH:
@@ -104,11 +105,11 @@ def _parameter_layout(
     `have`: the layout that would follow; `used`: the layout in which the computation reads the
     parameter; `sharded`: result of `sharded_dims`.
     """
-    rank = len(n.shape)
-    if not rank:  # a count of steps
+    ndim = len(n.shape)
+    if not ndim:  # a count of steps
         return Layout(())
     if n.binding.buffer:
-        return None if n.role is Role.COUNT else Layout(((),) * rank)
+        return None if n.role is Role.COUNT else Layout(((),) * ndim)
     shard = sharded[ParameterShape.of(n.shape, parameter, used)] if plan.zero else used
     # Of a partial sum one rank has the values, the others have zeros.
     sums = plan.layout(parameter.placement).partial & {*plan.combined}
@@ -182,7 +183,9 @@ def sharded_dims(
     if not plan.zero:
         return ()
     parameters = _parameters(graph)
-    shapes = (ParameterShape.of(shape, p, plan.used(p, len(shape))) for shape, p in parameters)
+    shapes = (
+        ParameterShape.of(shape, p, plan.parameter_dims(p, len(shape))) for shape, p in parameters
+    )
     return tuple((x, _with_shards(x, plan, mesh, sizes)) for x in dict.fromkeys(shapes))
 
 

@@ -18,8 +18,8 @@ Dims = tuple[Axes, ...]
 class Plan:
     """Axes of a mesh by their use, and the choices between strategies.
 
-    A plan has no sizes: runs in which the same degrees exceed 1 have equal plans, and so equal
-    graphs.
+    A plan has no sizes: runs with equal choices and the same axes of more than one rank have equal
+    plans, and so equal graphs.
     """
 
     groups: tuple[tuple[str, Axes], ...] = ()
@@ -124,10 +124,13 @@ class Plan:
         dims = [axes(by) for by in placement.axes]
         if self.vocabulary:
             rows = zip(placement.dims, placement.axes, dims, strict=True)
-            dims = [self.vocabulary if (d, by) == ("V", ("tp",)) else had for d, by, had in rows]
+            dims = [
+                self.vocabulary if (d, by) == ("V", ("tp",)) else declared
+                for d, by, declared in rows
+            ]
         return Layout(tuple(dims), frozenset(axes(placement.partial)))
 
-    def used(self, parameter: Parameter, rank: int) -> Dims:
-        """Layout in which a parameter of `rank` dims is read: by the table, or as declared."""
+    def parameter_dims(self, parameter: Parameter, ndim: int) -> Dims:
+        """Layout in which a parameter of `ndim` dims is read: by the table, or as declared."""
         row = self.table.get(parameter.name)
-        return self.layout(row if row and len(row.dims) == rank else parameter.placement).dims
+        return self.layout(row if row and len(row.dims) == ndim else parameter.placement).dims

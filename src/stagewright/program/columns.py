@@ -84,13 +84,17 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tasks:
-    """One row per task, in issue order; every dependency points to an earlier row.
+    """One row per task, in program order; every dependency points to an earlier row.
+
+    `lower.assembly.distinct_actions` makes those of a compiled run; `time.simulate.order` lists
+    where issue order departs from program order.
 
     Units: `flops` floating-point operations (2 per multiply-add); `traffic` bytes read and written
     in device memory; `comm_bytes` bytes of the local input of a collective (of an all_gather: the
     shard of this rank; of an all_reduce, reduce_scatter or all_to_all: the full tensor on this
-    rank), or of a message. All members of a group have the same `comm_bytes`. Uneven: bytes of the
-    even collective of equal duration; `local_bytes` has those of the rank.
+    rank), or of a message, or of a copy to or from the host. All members of a group have the same
+    `comm_bytes`: in an uneven collective, the bytes of the even one of equal duration;
+    `local_bytes` has those of the rank.
 
     Kernels run on one stream, slot -1. Small kernels between the collectives of a communicator
     have its slot and run on its stream.
@@ -495,7 +499,11 @@ class TableOrder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankClass:
-    """Ranks that run the same tasks: those of one pipeline rank whose experts have equal loads."""
+    """Ranks of one pipeline rank whose tasks have equal sizes.
+
+    Ranks of a pipeline rank differ in sizes by loads of experts (`lower.routing`), by uneven shards
+    of FSDP (`lower.fsdp.by_rows`) or by their requests (`lower.serving_step`).
+    """
 
     ranks: Int  # ascending
     pipeline_rank: int
@@ -519,7 +527,7 @@ class RankClass:
 
     @property
     def memory(self) -> Mapping[str, int]:
-        """Bytes per rank at the peak in issue order: by category, their sum `peak`, `allowance`."""
+        """Bytes per rank at the peak in program order, by category; `peak`; `allowance`."""
         memory = self.work.memory
         return {**memory, "allowance": self.allowance} if self.allowance else memory
 

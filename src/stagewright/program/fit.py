@@ -18,7 +18,7 @@ class Peak(NamedTuple):
     by_category: Mapping[str, int]
     """Tensors by category, those with bytes, and `allowance` if set."""
     seconds: float | None = None
-    """First time of the peak in a simulated step; None: in issue order."""
+    """First time of the peak in a simulated step; None: in program order."""
 
     @property
     def size(self) -> int:
@@ -68,7 +68,7 @@ def fit_of(peaks: Iterable[Peak], device_memory: int) -> Fit:
     return Fit(device_memory, fullest, num_exceeding, len(peaks))
 
 
-def peak_in_issue_order(rank_class: RankClass) -> Peak:
-    """Peak of a class while rows run in issue order, allowance included."""
+def peak_in_program_order(rank_class: RankClass) -> Peak:
+    """Peak of a class while rows run in program order, allowance included."""
     by_category = {k: int(v) for k, v in rank_class.memory.items() if k != "peak" and v}
     return Peak(rank_class, by_category)

@@ -1,7 +1,7 @@
 """Memory over the rows of a rank's program: changes, timeline, peak, live values.
 
 Allocation is ideal: a value is live from before the row that makes it until after the last row that
-reads it. Rows are in issue order, which is the order of the program.
+reads it. Rows are in program order.
 
 >>> from stagewright.lower.compile import compile
 >>> from stagewright.run.settings import Run

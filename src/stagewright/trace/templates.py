@@ -19,9 +19,9 @@ from stagewright.trace.formats import chakra, dot, json
 from stagewright.trace.manifest import WrittenFile
 from stagewright.trace.staging import write_file
 
-TASK = 16_000_000  # bytes that a thread writes before it takes the next share
-MEMORY = 256_000_000  # bytes of templates, with the threads' copies of them
-RANGE = 256_000_000  # bytes that a task on a cluster writes, at most
+SHARE_BYTES = 16_000_000  # that a thread writes before it takes the next share
+TEMPLATE_BYTES = 256_000_000  # of templates in memory, with the threads' copies of them
+RANGE_BYTES = 256_000_000  # that a task on a cluster writes, at most
 
 
 class Template(Protocol):
@@ -86,14 +86,14 @@ def shares(batches: Sequence[Batch]) -> Iterator[Share]:
     """The shares of all batches; a batch is encoded when its first share is taken."""
     for batch in batches:
         template = batch.template()
-        step = max(1, min(256, TASK // max(1, template.memory)))
+        step = max(1, min(256, SHARE_BYTES // max(1, template.memory)))
         for at in range(0, len(batch.ranks), step):
             yield Share(template, batch.ranks[at : at + step])
 
 
 def most_at_once(share: Share) -> int:
-    """Shares such as one that keep to `MEMORY`: each may hold a copy of its template."""
-    return max(2, MEMORY // max(1, share.template.memory))
+    """Largest number of shares like this one whose templates fit in `TEMPLATE_BYTES`."""
+    return max(2, TEMPLATE_BYTES // max(1, share.template.memory))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +139,10 @@ class RangeWriter:
 
 
 def ranges(batches: Sequence[Batch], cores: int) -> Iterator[Int]:
-    """The ranks of each task on a cluster: at most `RANGE` bytes, and several tasks per core."""
+    """The ranks of each task on a cluster: at most `RANGE_BYTES`, and several tasks per core."""
     sizes = [batch.at_most or 1_000_000 for batch in batches]
     total = sum(size * len(batch.ranks) for size, batch in zip(sizes, batches, strict=True))
-    limit = min(RANGE, total // (4 * max(1, cores)))
+    limit = min(RANGE_BYTES, total // (4 * max(1, cores)))
     for size, batch in zip(sizes, batches, strict=True):
         step = max(1, limit // size)
         for at in range(0, len(batch.ranks), step):

@@ -67,13 +67,13 @@ def write(
     format: str = "chakra",
     ranks: Sequence[int] | None = None,
     manifest: Mapping[str, object],
-    beside: Mapping[str, bytes] | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
     **options: Unpack[WriteOptions],
 ) -> dict[str, Any]:
     """Write `ranks` (default: all) of a program to `out`; returns the manifest.
 
-    `out` becomes a directory, or one file with `format="bundle"`. `beside` are other files of the
-    directory, by name.
+    `out` becomes a directory, or one file with `format="bundle"`. `extra_files` are other files of
+    the directory, by name.
     """
     formats = (*FORMATS, BUNDLE)
     if format not in formats:
@@ -86,7 +86,7 @@ def write(
     if format == BUNDLE:
         file = _write_bundle(program, _absolute(out), head, options.get("force", False))
         return {**head, "files": entries([file])}
-    return write_ranks(program, out, chosen, head, beside=beside, **options)
+    return write_ranks(program, out, chosen, head, extra_files=extra_files, **options)
 
 
 def write_ranks(
@@ -96,14 +96,14 @@ def write_ranks(
     head: Mapping[str, Any],
     *,
     users: Sequence[Users] | None = None,
-    beside: Mapping[str, bytes] | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
     cluster: RayCluster | None = None,
     **options: Unpack[WriteOptions],
 ) -> dict[str, Any]:
     """Write the files of some ranks, the groups, and the manifest, which begins as `head`.
 
-    `users` as in `Program.group_chunks`, `beside` as in `write`. With a `cluster`, its machines
-    write into `out`, which all of them share.
+    `users` as in `Program.group_chunks`, `extra_files` as in `write`. With a `cluster`, its
+    machines write into `out`, which all of them share.
     """
     path = _absolute(out)
     format = FORMATS[head["format"]]
@@ -125,7 +125,9 @@ def write_ranks(
                 _check_there(folder, written.files.values())
             files = [written.files[rank] for rank in sorted(written.files)]
             files.append(write_file(folder, GROUPS, chakra.comm_group(program, users)))
-            files += [write_file(folder, name, [data]) for name, data in (beside or {}).items()]
+            files += [
+                write_file(folder, name, [data]) for name, data in (extra_files or {}).items()
+            ]
             write_file(folder, MANIFEST, text(head, files))
     except OSError as error:
         raise _refused(path, error, batches) from error

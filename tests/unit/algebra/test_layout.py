@@ -16,13 +16,13 @@ from spmd import Coords, Spmd
 from stagewright.algebra.layout import (
     Layout,
     Mesh,
-    Step,
+    Move,
     collective,
-    duplicated,
+    group_index,
     layout_after,
-    positions,
+    moves,
+    replicated,
     split,
-    steps,
 )
 from stagewright.algebra.size import size
 from stagewright.graph.make import move
@@ -49,16 +49,16 @@ def test_coords_number_the_ranks_fastest_axis_first() -> None:
 def test_positions_number_a_joint_group_outermost_axis_first() -> None:
     mesh = dict(MESH.axes)
     coords = {"tp": 1, "cp": 2, "dp": 3}
-    assert positions(mesh, ("cp", "tp"), coords) == 2 * 2 + 1
-    assert positions(mesh, ("tp", "cp"), coords) == 1 * 3 + 2
-    assert positions(mesh, (), coords) == 0
+    assert group_index(mesh, ("cp", "tp"), coords) == 2 * 2 + 1
+    assert group_index(mesh, ("tp", "cp"), coords) == 1 * 3 + 2
+    assert group_index(mesh, (), coords) == 0
 
 
 # ---- layouts -------------------------------------------------------------------------------------
 
 PRINTED = [
     (split("dp", "cp tp", ""), "[/dp, /cp/tp, -]", "[B/dp, S/cp/tp, M]"),
-    (duplicated(3), "[-, -, -]", "[B, S, M]"),
+    (replicated(3), "[-, -, -]", "[B, S, M]"),
     (
         Layout(((), (), ("tp",)), frozenset({"dp", "cp"})),
         "[-, -, /tp @ 1/cp/dp]",
@@ -77,12 +77,12 @@ def test_printing(layout: Layout, plain: str | None, named: str) -> None:
 
 def test_printing_of_a_number() -> None:
     assert Layout((), frozenset({"dp"})).show(()) == "[@ 1/dp]"
-    assert duplicated(0).show(()) == "[]"
+    assert replicated(0).show(()) == "[]"
 
 
 def test_what_an_axis_does() -> None:
     layout = Layout((("dp",), ("cp", "tp")), frozenset({"ep"}))
-    assert [layout.of(a) for a in ("dp", "cp", "tp", "ep", "pp")] == [0, 1, 1, "sum", None]
+    assert [layout.role_of(a) for a in ("dp", "cp", "tp", "ep", "pp")] == [0, 1, 1, "sum", None]
     assert layout.axes() == {"dp", "cp", "tp", "ep"}
 
 
@@ -121,15 +121,15 @@ def test_nine_cells(src: int | str | None, dst: int | str | None, kind: str | No
         with pytest.raises(ValueError, match="cannot become a partial sum"):
             collective(src, dst)
         with pytest.raises(ValueError, match="cannot become a partial sum"):
-            steps(have, to)
+            moves(have, to)
         return
     assert collective(src, dst) == kind
-    assert [s.kind for s in steps(have, to)] == ([kind] if kind else [])
+    assert [s.kind for s in moves(have, to)] == ([kind] if kind else [])
 
 
 def test_staying_in_a_dim_moves_nothing() -> None:
     assert collective(0, 0) is None
-    assert steps(split("a b", "c"), split("a b", "c")) == ()
+    assert moves(split("a b", "c"), split("a b", "c")) == ()
 
 
 TRANSITIONS = [
@@ -153,14 +153,14 @@ def read(text: str) -> Layout:
 
 @pytest.mark.parametrize(("what", "have", "to", "expect"), TRANSITIONS, ids=lambda x: str(x))
 def test_transitions(what: str, have: str, to: str, expect: list[str]) -> None:
-    assert [str(s) for s in steps(read(have), read(to))] == expect, what
+    assert [str(s) for s in moves(read(have), read(to))] == expect, what
 
 
 def test_a_maximum_stays_one_until_it_is_reduced() -> None:
     have = Layout(((), ()), frozenset({"a", "b"}), "max")
-    (first,) = steps(have, Layout(((), ()), frozenset({"b"}), "max"))
+    (first,) = moves(have, Layout(((), ()), frozenset({"b"}), "max"))
     assert layout_after(have, first) == Layout(((), ()), frozenset({"b"}), "max")
-    assert layout_after(have, Step("all_reduce", ("a", "b"), "sum", None)) == duplicated(2)
+    assert layout_after(have, Move("all_reduce", ("a", "b"), "sum", None)) == replicated(2)
 
 
 AXES = {"a": 2, "b": 3, "c": 2}
@@ -204,7 +204,7 @@ def test_steps_between_any_two_layouts(seed: int, reduction: str, rank: int) -> 
     to = random_layout(rng, rank, have.partial)
     have = Layout(have.dims, have.partial, reduction if have.partial else "sum")
     to = Layout(to.dims, to.partial, reduction if to.partial else "sum")
-    path = steps(have, to)
+    path = moves(have, to)
 
     # Neighbours are merged, nothing is reduced that ends as a sum, and nothing moves in vain.
     for one, two in itertools.pairwise(path):
@@ -234,7 +234,7 @@ def test_a_new_partial_sum_is_impossible(seed: int) -> None:
     have = random_layout(rng, 2, frozenset(AXES))
     to = random_layout(rng, 2, frozenset(AXES))
     if to.partial <= have.partial:
-        steps(have, to)
+        moves(have, to)
     else:
         with pytest.raises(ValueError, match="cannot become"):
-            steps(have, to)
+            moves(have, to)

@@ -14,7 +14,7 @@ from invariants import check as check_program
 from paths import DOCS, EXAMPLES
 from spmd import check as same_as_one_device
 from spmd import random_values, single
-from stagewright import blocks as nn
+from stagewright import blocks as model_blocks
 from stagewright.algebra import notation
 from stagewright.algebra.notation import tensor
 from stagewright.blocks.text.stg import parse
@@ -62,7 +62,7 @@ def collectives(graph: Graph, phase: str) -> list[str]:
 
 def computes_the_same(model: ModelConfig, **settings: Any) -> None:
     graph, run = graph_of(model, **settings)
-    block = nn.BLOCKS["layer"](model, recipe_of(run, model), model.layer(0))
+    block = model_blocks.BLOCKS["layer"](model, recipe_of(run, model), model.layer(0))
     sizes = sizes_of(run, model)
     values = random_values(block.graph, sizes)
     mesh, _ = parallelization(run, model)

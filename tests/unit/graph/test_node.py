@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stagewright.algebra.layout import Step, duplicated, split
+from stagewright.algebra.layout import Move, replicated, split
 from stagewright.algebra.size import size
 from stagewright.graph.make import add, apply, einsum, elementwise, identity, leaf, move
 from stagewright.graph.node import Graph, Node, replace, text, toposort
@@ -86,7 +86,7 @@ def test_nodes_that_nobody_holds_go_away() -> None:
     assert made() == before
 
 
-ALL_GATHER = Step("all_gather", ("tp",), 2, None)
+ALL_GATHER = Move("all_gather", ("tp",), 2, None)
 
 
 def graph_of(outputs: dict[str, Node]) -> Graph:
@@ -186,7 +186,7 @@ def ill_formed() -> list[tuple[Node, str]]:
     parts = replace(x(), layout=split("", "", "tp"))
     gathered = move(parts, ALL_GATHER, phase="forward", once=False)
     return [
-        (replace(x(), layout=duplicated(2)), "has 3 dims and a layout of 2"),
+        (replace(x(), layout=replicated(2)), "has 3 dims and a layout of 2"),
         (replace(h, op="einsumm"), "no such op"),
         (replace(h, phase="forwards"), "phase 'forwards', wanted one of forward"),
         (replace(h, dtype="fp9"), "dtype 'fp9', wanted one of fp32"),

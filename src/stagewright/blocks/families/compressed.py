@@ -34,13 +34,13 @@ def attention_of_groups(b: Builder, h: Node, mixer: str) -> Node:
     w = b.weight("w_uq", "Q", "A/tp", "D", **OWN)
     q = b.linear("bsq,qad->bsad", latent, w, "q", **OWN)  # q_b_proj
     q = apply("norm", "bsaD->bsaD", q, fn="rmsnorm", name="q_norm_out", **OWN)
-    q = identity(_turned(b, q, "a", "D", "q_rope"), "q_core")
+    q = identity(_apply_rope(b, q, "a", "D", "q_rope"), "q_core")
     w = b.weight("w_kv", "M", "D", **OWN)
     row = b.norm(b.linear("bsm,md->bsd", h, w, "kv", **ONLY), "kv_norm", "D")  # kv_proj
-    row = identity(_turned(b, row, "", "D", "kv_rope"), "latent_core", role=Role.KEYS)
+    row = identity(_apply_rope(b, row, "", "D", "kv_rope"), "latent_core", role=Role.KEYS)
     o = identity(_core(b, q, row, h, latent, mixer), "context", **OWN)
     # Values are turned, too: the result is turned back by the query's position.
-    o = _turned(b, o, "a", "D", "context_rope", inverse=True)
+    o = _apply_rope(b, o, "a", "D", "context_rope", inverse=True)
     w = b.weight("wo_a", "Groups/tp", size("A") / size("Groups"), "D", "Low", **OWN)
     low = b.linear("bs(gr)d,grdl->bsgl", o, w, "attn_low", **OWN)  # o_a_proj
     w = b.weight("wo_b", "Groups/tp", "Low", "M", **OWN)
@@ -139,7 +139,7 @@ def compressed_rows(
         rows = apply("compress", "bSE,bSE,RE->bTD", *made, bias, out=out, name=name, **attrs)
     rows = b.norm(rows, f"{name}_norm", width, fn="rmsnorm")
     # A row turns by its number; the model's by its first position, which costs the same.
-    rows = _turned(b, rows, "", width, f"{name}_rope", at=at)
+    rows = _apply_rope(b, rows, "", width, f"{name}_rope", at=at)
     return identity(rows, f"{name}_core", role=Role.KEYS)
 
 
@@ -174,14 +174,14 @@ def _choice(b: Builder, h: Node, latent: Node, reach: Reach) -> Choice:
     latent = identity(latent, "index_latent", detached=True, **INDEXER)
     w = b.weight("w_index_q", "Q", "IndexHeads", "IndexWidth", scope="attention")
     q = b.linear("bsq,qad->bsad", latent, w, "index_q", trained=False, **INDEXER)
-    q = _turned(b, q, "a", "IndexWidth", "index_q_rope")
+    q = _apply_rope(b, q, "a", "IndexWidth", "index_q_rope")
     k = compressed_rows(b, h, "index", "IndexWidth", reach, twice=True, **INDEXER)
     w = b.param("w_index_weights", "M", "IndexHeads", **INDEXER)
     weights = b.linear("bsm,ma->bsa", h, w, "index_weights", trained=False, **INDEXER)
     return chosen_by(b, IndexerOperands(q, k, (weights,), reach.compress), reach)
 
 
-def _turned(
+def _apply_rope(
     b: Builder,
     x: Node,
     heads: str,
@@ -194,10 +194,10 @@ def _turned(
     """Rotary position on the last channels of [B, S, (heads,) width]."""
     c, z = b.config, f"bs{heads}"
     whole = size(width)
-    turned = size(c.rotary_channels)
+    rotary = size(c.rotary_channels)
     if c.position != "rope":
         return x
-    first = part(x, f"{z}D->{z}N", whole - turned, first=True, name=f"{name}_plain")
-    last = part(x, f"{z}D->{z}Z", turned, first=False, name=f"{name}_part")
+    first = part(x, f"{z}D->{z}N", whole - rotary, first=True, name=f"{name}_plain")
+    last = part(x, f"{z}D->{z}Z", rotary, first=False, name=f"{name}_part")
     last = b.rope(last, f"{z}Z", name, inverse=inverse, at=at)
     return join(first, last, f"{z}N,{z}Z->{z}D", whole, name=f"{name}_joined")

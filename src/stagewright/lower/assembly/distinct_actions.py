@@ -33,7 +33,7 @@ from stagewright.lower.assembly.segments import (
     row_names,
 )
 from stagewright.lower.assembly.stages import Stage, shifted
-from stagewright.lower.kernels.kernel import TIED, Kernel
+from stagewright.lower.kernels.kernel import TIED, LoweredTask
 from stagewright.program.columns import COLLECTIVES, PHASES, Actions, Shape, TaskKind, Tasks
 from stagewright.program.communicators import Communicator, Peer
 
@@ -104,7 +104,11 @@ class KernelColumns:
     def __init__(self, pipeline_ranks: int, tied_ranks: Mapping[str, tuple[int, ...]]) -> None:
         """`tied_ranks`: pipeline ranks that have a copy of each tied table."""
         self._pipeline_ranks, self._tied_ranks = pipeline_ranks, tied_ranks
-        self.kernels, self.ops, self.shapes = Interner[Kernel](), Interner[str](), Interner[Shape]()
+        self.kernels, self.ops, self.shapes = (
+            Interner[LoweredTask](),
+            Interner[str](),
+            Interner[Shape](),
+        )
         self.communicators, self.peers = Interner[Communicator](), Interner[Peer]()
 
     def of_rows(self, kernels: Int) -> dict[str, NDArray[Any]]:
@@ -116,7 +120,7 @@ class KernelColumns:
             for (name, dtype), column in zip(self.COLUMNS.items(), table, strict=True)
         }
 
-    def _row(self, t: Kernel) -> tuple[int, ...]:
+    def _row(self, t: LoweredTask) -> tuple[int, ...]:
         """Columns of a kernel, in the order of `COLUMNS`."""
         return (
             t.kind,
@@ -131,7 +135,7 @@ class KernelColumns:
             self.shapes(t.shape) if t.shape else -1,
         )
 
-    def _slot(self, t: Kernel) -> int:
+    def _slot(self, t: LoweredTask) -> int:
         """Communicator or peer of a task, or communicator of a kernel's stream; -1: none."""
         if t.kind == TaskKind.COMPUTE and t.axes:
             return self.communicators(Communicator(t.axes))

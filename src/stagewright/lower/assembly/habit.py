@@ -12,12 +12,12 @@ from stagewright.lower.assembly.lowered_block import Allocation, moves_gradients
 from stagewright.lower.assembly.segments import ActionRows
 from stagewright.lower.assembly.stage_values import StageValues
 from stagewright.lower.kernels.extent import Extent
-from stagewright.lower.kernels.kernel import Kernel, TaskPart
+from stagewright.lower.kernels.kernel import BlockSection, LoweredTask
 from stagewright.program.columns import TaskKind
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order
 
-Item = tuple[int, Kernel]
+Item = tuple[int, LoweredTask]
 """A block of the stage, and one of its tasks."""
 Row = list[Item]
 """Tasks of one row: several messages that are sent as one, else a single task."""
@@ -54,7 +54,7 @@ class Habit:
         """Bytes on one rank that the kernel of a value saves in addition to the value."""
         return sum(part.workspace_bytes(n, extent) for part in self.parts)
 
-    def scratch(self, t: Kernel, size: Mapping[Node, int]) -> int:
+    def scratch(self, t: LoweredTask, size: Mapping[Node, int]) -> int:
         """Bytes on one rank that a task needs while it runs, in addition to its operators'."""
         return sum(part.scratch(t, size) for part in self.parts)
 
@@ -101,7 +101,7 @@ MEGATRON_LM = Habit()
 
 # ---- rows of several tasks -----------------------------------------------------------------------
 
-_MERGED = {TaskPart.REDUCE_ONCE: "bucket", TaskPart.UPDATE: "updated"}
+_MERGED = {BlockSection.REDUCE_ONCE: "bucket", BlockSection.UPDATE: "updated"}
 """Prefix of names of merged messages; of other parts, those of FSDP's root unit."""
 
 
@@ -118,15 +118,15 @@ def in_buckets(items: Sequence[Item], cap: int, first_cap: int) -> list[Row]:
     """
     rows: list[Row] = []
     bucket: Row = []
-    bucket_and_dependents = set[Kernel]()
+    bucket_and_dependents = set[LoweredTask]()
     after_bucket: Row = []
     limit = min(first_cap, cap)
     for i, t in items:
-        if not bucket_and_dependents.isdisjoint(d for d in t.deps if isinstance(d, Kernel)):
+        if not bucket_and_dependents.isdisjoint(d for d in t.deps if isinstance(d, LoweredTask)):
             bucket_and_dependents.add(t)
             after_bucket.append((i, t))
         elif (
-            t.part is TaskPart.REDUCE_ONCE
+            t.section is BlockSection.REDUCE_ONCE
             and moves_gradients(t)
             and (not bucket or _message_key(t) == _message_key(bucket[0][1]))
         ):
@@ -134,7 +134,7 @@ def in_buckets(items: Sequence[Item], cap: int, first_cap: int) -> list[Row]:
             bucket_and_dependents.add(t)
             if sum(t.comm_bytes for _, t in bucket) >= limit:
                 rows += [bucket, *one_by_one(after_bucket)]
-                bucket, after_bucket, bucket_and_dependents, limit = [], [], set[Kernel](), cap
+                bucket, after_bucket, bucket_and_dependents, limit = [], [], set[LoweredTask](), cap
         else:
             rows.append([(i, t)])
     return [*rows, *([bucket] if bucket else []), *one_by_one(after_bucket)]
@@ -142,27 +142,27 @@ def in_buckets(items: Sequence[Item], cap: int, first_cap: int) -> list[Row]:
 
 def gathered_last(items: Sequence[Item]) -> list[Row]:
     """Move gathers to the end, one message per group and data type; dependents follow."""
-    deferred: set[Kernel] = set()
+    deferred: set[LoweredTask] = set()
     for _, t in items:
-        depends = not deferred.isdisjoint(d for d in t.deps if isinstance(d, Kernel))
+        depends = not deferred.isdisjoint(d for d in t.deps if isinstance(d, LoweredTask))
         if t.op == "all_gather" or depends:
             deferred.add(t)
     remaining = [item for item in items if item[1] not in deferred]
     return [*one_by_one(remaining), *merged([item for item in items if item[1] in deferred])]
 
 
-def merge_messages(row: Row) -> Kernel:
+def merge_messages(row: Row) -> LoweredTask:
     """Task of a row: one message in place of several, or the only task as it is."""
     first = row[0][1]
     if len(row) == 1:
         return first
-    name = f"{_MERGED.get(first.part, 'root')}.{first.op}"
+    name = f"{_MERGED.get(first.section, 'root')}.{first.op}"
     size = sum(t.comm_bytes for _, t in row)
-    return Kernel(name, first.op, first.kind, first.phase, first.part, axes=first.axes,
+    return LoweredTask(name, first.op, first.kind, first.phase, first.section, axes=first.axes,
                   comm_bytes=size, dtype=first.dtype)  # fmt: skip
 
 
-def _message_key(t: Kernel) -> tuple[object, ...]:
+def _message_key(t: LoweredTask) -> tuple[object, ...]:
     """Key of messages that can be sent as one."""
     return t.op, t.axes, t.dtype, t.phase
 
@@ -176,8 +176,10 @@ def merged(items: Sequence[Item]) -> list[Row]:
         by_key[key] = [*row, (i, t)]
     remaining = dict(enumerate(by_key.values()))
     row_of = {t: n for n, row in remaining.items() for _, t in row}
-    deps = {n: {row_of[d] for _, t in row for d in t.deps if isinstance(d, Kernel) and d in row_of}
-            for n, row in remaining.items()}  # fmt: skip
+    deps = {
+        n: {row_of[d] for _, t in row for d in t.deps if isinstance(d, LoweredTask) and d in row_of}
+        for n, row in remaining.items()
+    }
     ordered: list[Row] = []
     while remaining:
         n = next(n for n in remaining if not deps[n] & (remaining.keys() - {n}))

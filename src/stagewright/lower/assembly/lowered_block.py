@@ -15,9 +15,9 @@ from stagewright.graph.node import Graph, Node
 from stagewright.graph.roles import STREAM, Role
 from stagewright.graph.table import COLLECTIVE_OPS, OPS, is_view
 from stagewright.lower.kernels.extent import Split
-from stagewright.lower.kernels.kernel import Dependency, Kernel, TaskPart
+from stagewright.lower.kernels.kernel import BlockSection, Dependency, LoweredTask
 from stagewright.lower.kernels.live_values import LiveValue
-from stagewright.lower.kernels.lowering import is_part
+from stagewright.lower.kernels.lowering import is_activation_slice
 from stagewright.program.columns import TaskKind
 
 # ---- values of blocks ----------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class Allocation:
         if is_view(n):
             return True
         if n.op == "slice" and n.role is not Role.OWN_ROWS:
-            return not (self.copies_slices and is_part(n))
+            return not (self.copies_slices and is_activation_slice(n))
         if n.op == "accumulate":
             return not self.gradient_buffers and self.one_microbatch
         # Gradients are reduced in the buffer they are summed in, parameters gathered in place.
@@ -130,13 +130,13 @@ class Use(NamedTuple):
 
 
 def uses(
-    tasks: Sequence[Kernel],
+    tasks: Sequence[LoweredTask],
     size: Mapping[Node, int],
     graph: Graph,
     allocation: Allocation = PERMANENT_BUFFERS,
-) -> dict[Kernel, Use]:
+) -> dict[LoweredTask, Use]:
     """Values that each task of a block allocates and touches; `size` in bytes of one rank."""
-    result: dict[Kernel, Use] = {}
+    result: dict[LoweredTask, Use] = {}
     gradients = set[Node]()  # without buffers: the first operand of each update
     if not allocation.gradient_buffers:
         gradients = {allocation.owner(n.srcs[0]) for n in graph if updates(n)}
@@ -190,25 +190,25 @@ def permanent_bytes(
     return {name: sum(size[n] for n in nodes) for name, nodes in by_category.items() if nodes}
 
 
-def _category(t: Kernel) -> str:
-    if t.part.gathers:
+def _category(t: LoweredTask) -> str:
+    if t.section.gathers:
         return "gathered_parameters"
     return "workspace" if t.kind == TaskKind.COMPUTE else "communication"
 
 
-def moves_gradients(t: Kernel) -> bool:
+def moves_gradients(t: LoweredTask) -> bool:
     """True if a task is a collective of gradients of weights."""
     return t.kind == TaskKind.COLLECTIVE and any(n.role in _MOVES_GRADIENT for n in t.made)
 
 
 # ---- blocks --------------------------------------------------------------------------------------
 
-FORWARD_PARTS = (TaskPart.GATHER_ONCE, TaskPart.GATHER, TaskPart.FORWARD)
-BACKWARD_PARTS = (
-    TaskPart.GATHER_AGAIN,
-    TaskPart.RELOAD,
-    TaskPart.BACKWARD,
-    TaskPart.REDUCE_ONCE,
+FORWARD_SECTIONS = (BlockSection.GATHER_ONCE, BlockSection.GATHER, BlockSection.FORWARD)
+BACKWARD_SECTIONS = (
+    BlockSection.GATHER_AGAIN,
+    BlockSection.RELOAD,
+    BlockSection.BACKWARD,
+    BlockSection.REDUCE_ONCE,
 )
 
 
@@ -217,18 +217,18 @@ class LoweredBlock:
     """A block as tasks, with the graph they came from."""
 
     graph: Graph
-    tasks: Sequence[Kernel]
+    tasks: Sequence[LoweredTask]
     makers: Mapping[LiveValue, Dependency | None]
     """Task that makes each output."""
     outputs: Mapping[LiveValue, Node]
     """Node of the graph of each output."""
     inputs: Mapping[str, tuple[int, str]]
     """Bytes on one rank and dtype of each value from earlier blocks."""
-    weight_half: frozenset[Kernel]
+    weight_half: frozenset[LoweredTask]
     """Second half of a backward that is split."""
     size: Mapping[Node, int]
     """Bytes of each value on one rank."""
-    uses: Mapping[Kernel, Use]
+    uses: Mapping[LoweredTask, Use]
     permanent: Mapping[str, int]
     """Permanent bytes, by category."""
     uneven: Sequence[Split] = ()
@@ -238,7 +238,7 @@ class LoweredBlock:
     allocation: Allocation = PERMANENT_BUFFERS
     root: bool = False
     """Weights are gathered and reduced with those of other root blocks of the stage."""
-    by_part: Mapping[TaskPart, Sequence[Kernel]] = field(init=False)
+    by_section: Mapping[BlockSection, Sequence[LoweredTask]] = field(init=False)
     norms: int = field(init=False)
     """Number of gradients with a norm."""
     tied: frozenset[str] = field(init=False)
@@ -246,10 +246,10 @@ class LoweredBlock:
     _owners: dict[Node, Node] = field(init=False, default_factory=dict[Node, Node])
 
     def __post_init__(self) -> None:
-        by_part: dict[TaskPart, list[Kernel]] = {}
+        by_section: dict[BlockSection, list[LoweredTask]] = {}
         for t in self.tasks:
-            by_part.setdefault(t.part, []).append(t)
-        object.__setattr__(self, "by_part", by_part)
+            by_section.setdefault(t.section, []).append(t)
+        object.__setattr__(self, "by_section", by_section)
         object.__setattr__(self, "norms", sum(n.op == "norm2" for n in self.graph))
         copies = (n.binding.tied for n in self.graph if n.op == "param")
         object.__setattr__(self, "tied", frozenset(name for name in copies if name))
@@ -263,8 +263,8 @@ class LoweredBlock:
 
 
 def weight_half(
-    tasks: Sequence[Kernel], input_gradients: Sequence[Dependency | None]
-) -> frozenset[Kernel]:
+    tasks: Sequence[LoweredTask], input_gradients: Sequence[Dependency | None]
+) -> frozenset[LoweredTask]:
     """Tasks of a block's backward that only gradients of weights depend on.
 
     `input_gradients`: tasks that make the gradients of the block's inputs. Unread recomputation
@@ -272,16 +272,16 @@ def weight_half(
     """
     read = {d for t in tasks for d in t.deps}
     stack = [t for t in tasks if t.phase == "recompute" and t not in read]
-    stack += [t for t in tasks if t.part in (TaskPart.GATHER_AGAIN, TaskPart.RELOAD)]
-    stack += [t for t in input_gradients if isinstance(t, Kernel)]
-    input_half: set[Kernel] = set()
+    stack += [t for t in tasks if t.section in (BlockSection.GATHER_AGAIN, BlockSection.RELOAD)]
+    stack += [t for t in input_gradients if isinstance(t, LoweredTask)]
+    input_half: set[LoweredTask] = set()
     while stack:
         t = stack.pop()
         if t not in input_half:
             input_half.add(t)
-            stack += (d for d in t.deps if isinstance(d, Kernel))
+            stack += (d for d in t.deps if isinstance(d, LoweredTask))
             stack += [t.twin] if t.twin else []  # another rank waits for it in this half
-    return frozenset(t for t in tasks if t.part in BACKWARD_PARTS and t not in input_half)
+    return frozenset(t for t in tasks if t.section in BACKWARD_SECTIONS and t not in input_half)
 
 
 class StageBlock(NamedTuple):

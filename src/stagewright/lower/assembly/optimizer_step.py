@@ -11,8 +11,8 @@ from stagewright.arrays import Int
 from stagewright.graph.node import BYTES
 from stagewright.lower.assembly.habit import Row, merge_messages
 from stagewright.lower.assembly.segments import OPTIMIZER, RowRefs, Segment
-from stagewright.lower.assembly.stages import UPDATE_PARTS, Stage
-from stagewright.lower.kernels.kernel import Kernel, TaskPart
+from stagewright.lower.assembly.stages import UPDATE_SECTIONS, Stage
+from stagewright.lower.kernels.kernel import BlockSection, LoweredTask
 from stagewright.program.columns import TaskKind
 
 
@@ -25,7 +25,7 @@ class ClipNorm(NamedTuple):
     """Groups of axes over which ranks exchange the norm of each gradient, one after the other."""
     dtype: str = "fp32"
 
-    def kernels(self, gradients: int, norms: int) -> list[Kernel]:
+    def kernels(self, gradients: int, norms: int) -> list[LoweredTask]:
         """Kernels that clip by the global norm: sum, all-reduces, factor; each reads the last one.
 
         `gradients`: number of gradients of a rank; `norms`: number of kernels that make norms.
@@ -37,14 +37,15 @@ class ClipNorm(NamedTuple):
         total = tuple(a for a in self.axes if not any(a in axes for axes in groups))
         exchanges = [(axes, size * gradients) for axes in groups if gradients]
         exchanges += [(total, size)] if total else []
-        compute, part = TaskKind.COMPUTE, TaskPart.NORM
+        compute, collective, section = TaskKind.COMPUTE, TaskKind.COLLECTIVE, BlockSection.NORM
         return [
-            Kernel("grad_norm", "add", compute, "optimizer", part,
-                   flops=norms, traffic=4 * (norms + 1), dtype="fp32"),
-            *(Kernel("grad_norm.all_reduce", "all_reduce", TaskKind.COLLECTIVE, "optimizer", part,
-                     axes=axes, comm_bytes=width, dtype=self.dtype) for axes, width in exchanges),
-            Kernel("clip_scale", "divide", compute, "optimizer", part,
-                   flops=3, traffic=8, dtype="fp32"),
+            LoweredTask("grad_norm", "add", compute, "optimizer", section,
+                        flops=norms, traffic=4 * (norms + 1), dtype="fp32"),
+            *(LoweredTask("grad_norm.all_reduce", "all_reduce", collective, "optimizer", section,
+                          axes=axes, comm_bytes=width, dtype=self.dtype)
+              for axes, width in exchanges),
+            LoweredTask("clip_scale", "divide", compute, "optimizer", section,
+                        flops=3, traffic=8, dtype="fp32"),
         ]  # fmt: skip
 
 
@@ -53,15 +54,15 @@ def optimizer_step(stages: Sequence[Stage], clip: ClipNorm | None) -> Segment:
 
     A rank on which nothing trains takes part in the exchange of norms, as all others do.
     """
-    kernels: list[Kernel] = []
+    kernels: list[LoweredTask] = []
     stage_of: list[int] = []
     block: list[int] = []
     row_of = [[0] * len(stage.updates) for stage in stages]
     blocks: list[list[int]] = [stage.updates.block.tolist() for stage in stages]
     deps: list[RowRefs] = []
     clip_row = -1
-    for p, part in enumerate(UPDATE_PARTS):
-        if part is TaskPart.UPDATE and clip is not None:
+    for p, section in enumerate(UPDATE_SECTIONS):
+        if section is BlockSection.UPDATE and clip is not None:
             norms = [row_of[s][n] for s, stage in enumerate(stages) for n in _last_norms(stage)]
             gradients = sum(placed.block.norms for stage in stages for placed in stage.blocks)
             first = len(kernels)
@@ -99,12 +100,12 @@ def _last_norms(stage: Stage) -> list[int]:
 
 
 def _rows(stages: Sequence[Stage], p: int) -> Iterable[Sequence[tuple[int, int]]]:
-    """Rows of a part: the stage and the update of each task that a row has."""
+    """Rows of a section: the stage and the update of each task that a row has."""
     items = [(s, n) for s, x in enumerate(stages) for n in range(*x.update_begin[p : p + 2])]
-    part = UPDATE_PARTS[p]
-    if part is TaskPart.TIE:
+    section = UPDATE_SECTIONS[p]
+    if section is BlockSection.TIE:
         items.sort(key=lambda item: stages[item[0]].updates.kernels[item[1]].axes)
-    if part is TaskPart.UPDATE and stages:
+    if section is BlockSection.UPDATE and stages:
         tasks: Row = [(i, stages[s].updates.kernels[n]) for i, (s, n) in enumerate(items)]
         arranged = stages[0].habits.arrange_updates(tasks)
         if arranged is not None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from stagewright.arrays import Bool, Int
 from stagewright.lower.assembly.lowered_block import RowRef, Value
-from stagewright.lower.kernels.kernel import Kernel
+from stagewright.lower.kernels.kernel import LoweredTask
 from stagewright.program.columns import KINDS, TaskKind
 
 FORWARD, BACKWARD, INPUT_HALF, WEIGHT_HALF, UNSHARD = range(len(KINDS))
@@ -122,7 +122,7 @@ class Segment:
     `deps` are sorted by reader; all of the same segment are earlier rows.
     """
 
-    kernels: Sequence[Kernel]
+    kernels: Sequence[LoweredTask]
     block: Int
     """By row, the block of its stage; -1: none or several."""
     tag: Int
@@ -146,7 +146,7 @@ class Segment:
 
     @classmethod
     def of_optimizer(
-        cls, kernels: Sequence[Kernel], block: Int, deps: RowRefs, stage: Int,
+        cls, kernels: Sequence[LoweredTask], block: Int, deps: RowRefs, stage: Int,
         row_of: Sequence[Int] = (),
     ) -> Segment:  # fmt: skip
         """Rows of the optimizer action: all once per step."""
@@ -192,9 +192,9 @@ class ActionRows:
     copy: int
     """`CopyRelation.FORWARD` or `CopyRelation.BACKWARD`."""
     stage: int
-    row_of: Sequence[dict[Kernel, int]]
+    row_of: Sequence[dict[LoweredTask, int]]
     """Row of each task, per block of the stage."""
-    order: list[tuple[int, Kernel]] = field(default_factory=list[tuple[int, Kernel]])
+    order: list[tuple[int, LoweredTask]] = field(default_factory=list[tuple[int, LoweredTask]])
     """Blocks and tasks in the order of their rows."""
     once_per_step: list[int] = field(default_factory=list[int])
     """Rows that only one microbatch has."""
@@ -204,7 +204,7 @@ class ActionRows:
     """Rows that gather the weights of one microbatch's pass."""
     sent: list[tuple[Value, int]] = field(default_factory=list[tuple[Value, int]])
     """Values sent to other stages, and the rows of the sends."""
-    kernels: list[Kernel] = field(default_factory=list[Kernel])
+    kernels: list[LoweredTask] = field(default_factory=list[LoweredTask])
     blocks: list[int] = field(default_factory=list[int])
     tags: list[int] = field(default_factory=list[int])
     deps: list[RowDep] = field(default_factory=list[RowDep])
@@ -219,7 +219,7 @@ class ActionRows:
         """Rows that every microbatch has, including messages added so far."""
         return sorted({*range(len(self.kernels))} - {*self.once_per_step})
 
-    def add(self, t: Kernel, block: int = -1, tag: int = -1) -> int:
+    def add(self, t: LoweredTask, block: int = -1, tag: int = -1) -> int:
         """Append a row of a block; -1: none or several."""
         self.kernels.append(t)
         self.blocks.append(block)

@@ -33,13 +33,13 @@ from stagewright.lower.assembly.segments import (
     RowRefs,
     Segment,
 )
-from stagewright.lower.kernels.kernel import Kernel, TaskPart
+from stagewright.lower.kernels.kernel import BlockSection, LoweredTask
 from stagewright.lower.kernels.live_values import LiveValue, interface
 from stagewright.program.columns import CATEGORIES, TaskKind
 from stagewright.schedule.places import Place
 
 _CATEGORY = {name: index for index, name in enumerate(CATEGORIES)}
-_LOAD, _STORE, _UPDATE = TaskKind.LOAD, TaskKind.STORE, TaskPart.UPDATE
+_LOAD, _STORE, _UPDATE = TaskKind.LOAD, TaskKind.STORE, BlockSection.UPDATE
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +134,9 @@ class StageValues:
 
     # ---- recording -------------------------------------------------------------------------------
 
-    def receive(self, c: LiveValue, name: str, task: Kernel, touch: RowRef, buffers: int) -> None:
+    def receive(
+        self, c: LiveValue, name: str, task: LoweredTask, touch: RowRef, buffers: int
+    ) -> None:
         """Record a message from another rank; `buffers`: number of permanent buffers."""
         size, permanent = task.comm_bytes * max(1, buffers), buffers > 0
         value = Value(name, -1, task.phase, "communication", size, permanent=permanent)
@@ -142,7 +144,7 @@ class StageValues:
         self._received[c] = value
         self.values.append(value)
 
-    def touch(self, i: int, t: Kernel, row: RowRef) -> None:
+    def touch(self, i: int, t: LoweredTask, row: RowRef) -> None:
         """Record what a task of block `i` makes and reads; `row`: the task's."""
         placed, of_node, phase = self.blocks[i], self._of_node[i], t.phase
         use = placed.block.uses[t]
@@ -154,7 +156,7 @@ class StageValues:
         if use.scratch is not None:
             scratch = self._add(i, f"{t.name}.temporary", phase, "workspace", use.scratch)
             scratch.touch(row, phase)
-        if t.kind is _LOAD and t.part is not _UPDATE:
+        if t.kind is _LOAD and t.section is not _UPDATE:
             self._reloaded[i] = self._add(i, t.name, phase, "activations", t.comm_bytes)
             self._reloaded[i].touch(row, phase)
         on_host = placed.block.offloaded if phase in ("recompute", "backward") else ()
@@ -181,12 +183,12 @@ class StageValues:
     def release_with_block(self, action: ActionRows) -> None:
         """Free weights gathered or cast for the step after the backward of their block."""
         for i, row in action.last_rows().items():
-            self.extend_weights(i, (TaskPart.GATHER_ONCE,), action.touch_by(row))
+            self.extend_weights(i, (BlockSection.GATHER_ONCE,), action.touch_by(row))
 
-    def extend_weights(self, i: int, parts: Sequence[TaskPart], touch: RowRef) -> None:
-        """Extend weights that these parts of block `i` gather or cast to a row."""
+    def extend_weights(self, i: int, sections: Sequence[BlockSection], touch: RowRef) -> None:
+        """Extend weights that these sections of block `i` gather or cast to a row."""
         block = self.blocks[i].block
-        for t in (t for part in parts for t in block.by_part.get(part, ())):
+        for t in (t for section in sections for t in block.by_section.get(section, ())):
             for new in block.uses[t].new:
                 if new.nodes[0].role is not Role.SENT:
                     self._of_node[i][new.nodes[0]].touches.append(touch)

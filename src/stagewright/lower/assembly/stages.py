@@ -17,8 +17,8 @@ from stagewright.arrays import Bool
 from stagewright.graph.roles import CLIP, STREAM
 from stagewright.lower.assembly.habit import Habit, Item, Row, merge_messages, one_by_one
 from stagewright.lower.assembly.lowered_block import (
-    BACKWARD_PARTS,
-    FORWARD_PARTS,
+    BACKWARD_SECTIONS,
+    FORWARD_SECTIONS,
     Crossing,
     RowRef,
     StageBlock,
@@ -36,15 +36,15 @@ from stagewright.lower.assembly.segments import (
     StageLabels,
 )
 from stagewright.lower.assembly.stage_values import StageValues
-from stagewright.lower.kernels.kernel import Dependency, Kernel, TaskPart
+from stagewright.lower.kernels.kernel import BlockSection, Dependency, LoweredTask
 from stagewright.lower.kernels.live_values import LiveValue
 from stagewright.program.columns import TaskKind
 from stagewright.schedule.places import Place
 
-UPDATE_PARTS = (TaskPart.TIE, TaskPart.NORM, TaskPart.UPDATE)
+UPDATE_SECTIONS = (BlockSection.TIE, BlockSection.NORM, BlockSection.UPDATE)
 """Parts of a block in the optimizer action."""
-_EACH_PASS = (TaskPart.GATHER, TaskPart.GATHER_AGAIN)
-_GATHER_ONCE, _REDUCE_ONCE = TaskPart.GATHER_ONCE, TaskPart.REDUCE_ONCE
+_EACH_PASS = (BlockSection.GATHER, BlockSection.GATHER_AGAIN)
+_GATHER_ONCE, _REDUCE_ONCE = BlockSection.GATHER_ONCE, BlockSection.REDUCE_ONCE
 _ONCE = (_GATHER_ONCE, _REDUCE_ONCE)
 _MESSAGES = (TaskKind.SEND, TaskKind.RECV)
 
@@ -140,16 +140,16 @@ class Stage:
         self.values = StageValues(key.blocks, key.place, key.arriving, key.leaving)
         """Until the rows are built; then `value_columns`."""
         self.on_rank: Mapping[int, Stage] = {self.stage: self}
-        # Per block: direction (`CopyRelation.FORWARD` or `BACKWARD`) and row of each task.
-        self.row_of_task: list[dict[Kernel, tuple[int, int]]] = [{} for _ in key.blocks]
+        # Per block, the direction (`FORWARD` or `BACKWARD` of `CopyRelation`) and row of a task.
+        self.row_of_task: list[dict[LoweredTask, tuple[int, int]]] = [{} for _ in key.blocks]
         self.forward = self.backward = ActionRows(CopyRelation.FORWARD, self.stage, []).finish({})
         self.updates = self.forward
-        """Rows in the optimizer action: those of `UPDATE_PARTS`, one after the other.
+        """Rows in the optimizer action: those of `UPDATE_SECTIONS`, one after the other.
 
         A dependency on row -1 of the optimizer action is one on the factor that clips gradients.
         """
-        self.update_begin = [0] * (len(UPDATE_PARTS) + 1)
-        """First row of each of `UPDATE_PARTS` in `updates`, and the end."""
+        self.update_begin = [0] * (len(UPDATE_SECTIONS) + 1)
+        """First row of each of `UPDATE_SECTIONS` in `updates`, and the end."""
         self.num_messages = 1
         """Largest number of messages of one action along one axis."""
 
@@ -180,11 +180,14 @@ class Stage:
         """Build the rows in the optimizer action. Build both directions first."""
         items: list[Item] = []
         self.update_begin = [0]
-        for part in UPDATE_PARTS:
-            part_items = [item for i in range(len(self.blocks)) for item in self._tasks(i, [part])]
-            if part is TaskPart.TIE:  # ranks with several tied tables reduce them in one order
-                part_items.sort(key=lambda item: item[1].axes)
-            items += part_items
+        for section in UPDATE_SECTIONS:
+            section_items = [
+                item for i in range(len(self.blocks)) for item in self._tasks(i, [section])
+            ]
+            if section is BlockSection.TIE:
+                # Ranks with several tied tables reduce them in one order.
+                section_items.sort(key=lambda item: item[1].axes)
+            items += section_items
             self.update_begin.append(len(items))
         row_of = {item: row for row, item in enumerate(items)}
         deps: list[RowDep] = []
@@ -221,7 +224,7 @@ class Stage:
         self._receive(action)
         messages = max(0, len(self.arriving) - 1, len(self.leaving) - 1)
         # Tags: stage messages first, then one per SEND/RECV pair.
-        tags: dict[tuple[int, Kernel], int] = {}
+        tags: dict[tuple[int, LoweredTask], int] = {}
         for group in self._grouped(forward=forward):
             i, t = group[0]
             block, tag = i, -1
@@ -234,9 +237,9 @@ class Stage:
                     tags[pair] = messages
                 tag = tags[pair]
             row = action.add(t, block, tag)
-            if t.part in _ONCE:
+            if t.section in _ONCE:
                 action.once_per_step.append(row)
-            elif t.part in _EACH_PASS:
+            elif t.section in _EACH_PASS:
                 action.gathers.append(row)
             for item in group:
                 self._record(item, row, action)
@@ -262,7 +265,7 @@ class Stage:
             dep = self._dep(i, d)
             if dep is not None:
                 # A reduction once per step depends on the last of all microbatches.
-                last = t.part is _REDUCE_ONCE and dep[0] == CopyRelation.BACKWARD
+                last = t.section is _REDUCE_ONCE and dep[0] == CopyRelation.BACKWARD
                 copy = CopyRelation.LAST_BACKWARD if last else dep[0]
                 action.deps.append((row, copy, dep[1], dep[2]))
 
@@ -271,9 +274,9 @@ class Stage:
 
         Weights are gathered, and activations loaded, one block ahead.
         """
-        parts = FORWARD_PARTS if forward else BACKWARD_PARTS
-        ahead = [part for part in parts if part.ahead]
-        main = [part for part in parts if not part.ahead]
+        sections = FORWARD_SECTIONS if forward else BACKWARD_SECTIONS
+        ahead = [section for section in sections if section.ahead]
+        main = [section for section in sections if not section.ahead]
         items: list[Item] = []
         order = list(range(len(self.blocks)))[:: 1 if forward else -1]
         for n, i in enumerate(order):
@@ -283,9 +286,9 @@ class Stage:
         arranged = self.habits.arrange(items, self.values.root_blocks, forward=forward)
         return one_by_one(items) if arranged is None else arranged
 
-    def _tasks(self, i: int, parts: Sequence[TaskPart]) -> Iterator[Item]:
-        by_part = self.blocks[i].block.by_part
-        return ((i, t) for part in parts for t in by_part.get(part, ()))
+    def _tasks(self, i: int, sections: Sequence[BlockSection]) -> Iterator[Item]:
+        by_section = self.blocks[i].block.by_section
+        return ((i, t) for section in sections for t in by_section.get(section, ()))
 
     def matching_gather(self, segment_row: int, *, forward: bool) -> int:
         """Row of the other direction that gathers the same weights as a row; -1: none."""
@@ -293,7 +296,7 @@ class Stage:
         if not forward:
             here, there = there, here
         for rows in self.row_of_task:
-            gathers = {t: at for t, at in rows.items() if t.part in _EACH_PASS}
+            gathers = {t: at for t, at in rows.items() if t.section in _EACH_PASS}
             task = next((t for t, at in gathers.items() if at == (here, segment_row)), None)
             if task is not None:
                 others = [(t, row) for t, (copy, row) in gathers.items() if copy == there]
@@ -327,12 +330,14 @@ class Stage:
         neighbour = self.on_rank.get(self.stage + (-1 if forward else 1))
         return neighbour is None or not neighbour.place.shared
 
-    def _broadcast(self, source: int, value: Crossing, action: ActionRows) -> tuple[int, Kernel]:
+    def _broadcast(
+        self, source: int, value: Crossing, action: ActionRows
+    ) -> tuple[int, LoweredTask]:
         """Add a row in which one rank broadcasts a value, or a gradient, to all."""
         phase = "forward" if action.forward else "backward"
         name = f"{_message_prefix(value, forward=action.forward)}broadcast"
-        part = TaskPart.FORWARD if action.forward else TaskPart.BACKWARD
-        t = Kernel(name, "broadcast", TaskKind.COLLECTIVE, phase, part,
+        section = BlockSection.FORWARD if action.forward else BlockSection.BACKWARD
+        t = LoweredTask(name, "broadcast", TaskKind.COLLECTIVE, phase, section,
                    axes=("pp",), comm_bytes=value.size, dtype=value.dtype)  # fmt: skip
         row = action.add(t)
         if source == self.place.rank:
@@ -372,13 +377,13 @@ class Stage:
         """Values that an action sends or receives; in backward those with a gradient."""
         return forward if action.forward else with_gradient(backward)
 
-    def _message(self, kind: TaskKind, value: Crossing, *, forward: bool) -> Kernel:
+    def _message(self, kind: TaskKind, value: Crossing, *, forward: bool) -> LoweredTask:
         """Build one end of a message between stages (`shifted`): of a value, or of its gradient."""
         phase = "forward" if forward else "backward"
         op = "send" if kind == TaskKind.SEND else "recv"
-        part = TaskPart.FORWARD if forward else TaskPart.BACKWARD
-        return Kernel(
-            f"{_message_prefix(value, forward=forward)}{op}", op, kind, phase, part,
+        section = BlockSection.FORWARD if forward else BlockSection.BACKWARD
+        return LoweredTask(
+            f"{_message_prefix(value, forward=forward)}{op}", op, kind, phase, section,
             axes=("pp",), comm_bytes=value.size, dtype=value.dtype,
         )  # fmt: skip
 
@@ -391,7 +396,7 @@ class Stage:
         if isinstance(d, LiveValue):
             return self._input_dep(i, d)
         copy, segment_row = self.row_of_task[i][d]
-        copy = CopyRelation.FIRST_FORWARD if d.part is _GATHER_ONCE else copy
+        copy = CopyRelation.FIRST_FORWARD if d.section is _GATHER_ONCE else copy
         return copy, self.stage, segment_row
 
     def _output_dep(self, c: LiveValue) -> RowRef | None:
@@ -419,10 +424,10 @@ class Stage:
         return self.on_rank[self.stage + (1 if c.gradient else -1)]._output_dep(c)
 
 
-def shifted(segment: Segment, shifts: Shifts) -> list[Kernel]:
+def shifted(segment: Segment, shifts: Shifts) -> list[LoweredTask]:
     """Kernels of a stage whose messages go to other ranks."""
     blocks: list[int] = segment.block.tolist()
-    kernels: list[Kernel] = []
+    kernels: list[LoweredTask] = []
     for block, t in zip(blocks, segment.kernels, strict=True):
         if block < 0 and t.kind in _MESSAGES:
             shift = shifts[(t.kind is TaskKind.SEND) == (t.phase == "forward")]

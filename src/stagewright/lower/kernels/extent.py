@@ -24,17 +24,17 @@ Split = tuple[int, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class OwnRows:
+class LocalRows:
     """Rows of a rank in splits that do not divide, as in `torch.chunk`.
 
     Each rank has the mean number of rows, rounded up, until none remain: one rank has the
     remainder, and later ranks have none. `axes` are cut as one: those that FSDP shards over, in its
-    order; other axes of a dim come before them. `held`: rows of each such split on the rank; of
+    order; other axes of a dim come before them. `counts`: rows of each such split on the rank; of
     other splits the first rank's.
     """
 
     axes: tuple[str, ...] = ()
-    held: tuple[tuple[Split, int], ...] = ()
+    counts: tuple[tuple[Split, int], ...] = ()
 
     def split(self, count: int, axes: tuple[str, ...], mesh: Mesh) -> tuple[Split, int]:
         """Split of `count` rows, and number of rows of the rank."""
@@ -42,7 +42,7 @@ class OwnRows:
         ranks = mesh.size(*over)
         count = -(-count // (mesh.size(*axes) // ranks))
         split = count, over
-        return split, dict(self.held).get(split, -(-count // ranks))
+        return split, dict(self.counts).get(split, -(-count // ranks))
 
     def _sharding(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Suffix of `axes` that FSDP shards over: experts are split over ep first."""
@@ -54,10 +54,9 @@ class OwnRows:
 class Extent:
     """Size of dims on one rank; a split that does not divide pads to the ceiling.
 
-    `means`: dims with a known mean, possibly fractional: rows of experts. `rows`: axes that split
-    heads and their channels as one dim where they split channels: rows of a linear's weight as
-    PyTorch's FSDP shards them. `own`: rows of this rank; None: those of the first rank, as if all
-    were padded.
+    `means`: dims with a known mean, possibly fractional: rows of experts. `row_axes`: axes over
+    which FSDP2 shards the rows of a linear's weight; there heads and their channels count as one
+    dim. `local_rows`: rows of this rank; None: those of the first rank, as if all were padded.
 
     Extents of equal numbers are equal, whatever their caches hold.
     """
@@ -65,8 +64,8 @@ class Extent:
     sizes: Mapping[str, int]
     mesh: Mesh
     means: Mapping[Size, Mean] = field(default_factory=dict[Size, Mean])
-    rows: frozenset[str] = frozenset()
-    own: OwnRows | None = None
+    row_axes: frozenset[str] = frozenset()
+    local_rows: LocalRows | None = None
     optimizer: Extent | None = None
     """Extent of optimizer states and updates; None: this one."""
     cache: dict[tuple[Size, tuple[str, ...]], int | Fraction] = field(
@@ -75,12 +74,12 @@ class Extent:
         compare=False,
     )
     uneven: dict[Split, None] = field(default_factory=dict[Split, None], init=False, compare=False)
-    """Splits evaluated so far that do not divide, with `own` rows."""
+    """Splits evaluated so far that do not divide, if `local_rows` are set."""
 
     def __hash__(self) -> int:
         """Return the hash of the numbers."""
         sizes, means = frozenset(self.sizes.items()), frozenset(self.means.items())
-        return hash((sizes, self.mesh, means, self.rows, self.own, self.optimizer))
+        return hash((sizes, self.mesh, means, self.row_axes, self.local_rows, self.optimizer))
 
     def of_graph(self, graph: Graph) -> Extent:
         """Restrict to the sizes and axes that a graph names: others raise KeyError."""
@@ -89,8 +88,8 @@ class Extent:
             {name: number for name, number in self.sizes.items() if name in sizes},
             replace(self.mesh, axes=tuple(x for x in self.mesh.axes if x[0] in axes), groups=()),
             {dim: mean for dim, mean in self.means.items() if dim.symbols <= sizes},
-            self.rows,
-            self.own,
+            self.row_axes,
+            self.local_rows,
             self.optimizer and self.optimizer.of_graph(graph),
         )
 
@@ -118,9 +117,9 @@ class Extent:
 
     def _rows(self, count: int, axes: tuple[str, ...]) -> int:
         """Rows of `count` on one rank."""
-        if self.own is None:
+        if self.local_rows is None:
             return -(-count // self.mesh.size(*axes))
-        split, rows = self.own.split(count, axes, self.mesh)
+        split, rows = self.local_rows.split(count, axes, self.mesh)
         if split[0] % self.mesh.size(*split[1]):
             self.uneven[split] = None
         return rows
@@ -129,7 +128,7 @@ class Extent:
         """Number of elements of a value on one rank."""
         dims = [*zip(n.shape, n.layout.dims, strict=True)]
         last = len(dims) - 1
-        over = tuple(a for a in dims[-1][1] if a in self.rows) if dims else ()
+        over = tuple(a for a in dims[-1][1] if a in self.row_axes) if dims else ()
         if not over or n.shape[-1] in (size("M"), size("B")):
             return math.ceil(local(n, self))
         first = last
@@ -144,13 +143,15 @@ def extent_of(
     sizes: Mapping[str, int],
     mesh: Mesh,
     means: Mapping[Size, Mean] | None = None,
-    rows: frozenset[str] = frozenset(),
-    own: OwnRows | None = None,
+    row_axes: frozenset[str] = frozenset(),
+    local_rows: LocalRows | None = None,
 ) -> Extent:
-    """Extent on a rank of a mesh; `own`: rows of its optimizer."""
+    """Extent on a rank of a mesh; `local_rows`: rows of its optimizer."""
     means = means or {}
-    optimizer = Extent(sizes, mesh, means, rows, own) if own is not None else None
-    return Extent(sizes, mesh, means, rows, optimizer=optimizer)
+    optimizer = None
+    if local_rows is not None:
+        optimizer = Extent(sizes, mesh, means, row_axes, local_rows)
+    return Extent(sizes, mesh, means, row_axes, optimizer=optimizer)
 
 
 @lru_cache(maxsize=256)

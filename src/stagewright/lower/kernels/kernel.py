@@ -1,4 +1,4 @@
-"""A task before it becomes a row: a kernel, a collective or one end of a message."""
+"""A task of a block before it is a row of a program."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from stagewright.program.columns import Shape, TaskKind
 TIED = "tied"  # not an axis: the pipeline ranks with a tied table, whose name follows
 
 
-class TaskPart(Enum):
-    """Phase of a step in which a task of a block runs."""
+class BlockSection(Enum):
+    """Section of a block's tasks, by when in a step they are issued."""
 
     GATHER_ONCE = "gather_once"
     """Once per step, before the first forward: weights that stay gathered."""
@@ -35,24 +35,24 @@ class TaskPart(Enum):
 
     @property
     def gathers(self) -> bool:
-        """True for parts that gather or cast weights."""
-        return self in (TaskPart.GATHER_ONCE, TaskPart.GATHER, TaskPart.GATHER_AGAIN)
+        """True for sections that gather or cast weights."""
+        return self in (BlockSection.GATHER_ONCE, BlockSection.GATHER, BlockSection.GATHER_AGAIN)
 
     @property
     def ahead(self) -> bool:
         """True if the task is issued a block ahead of the kernels that wait for it."""
-        return self.gathers or self is TaskPart.RELOAD
+        return self.gathers or self is BlockSection.RELOAD
 
 
 @dataclass(slots=True, eq=False)
-class Kernel:
-    """A kernel, a collective or one end of a message."""
+class LoweredTask:
+    """A kernel, a collective or one end of a message, before it is a row."""
 
     name: str
     op: str
     kind: TaskKind
     phase: str
-    part: TaskPart
+    section: BlockSection
     flops: int = 0
     traffic: int = 0
     # COLLECTIVE: outermost first; SEND, RECV: the single axis; COMPUTE: axes of the communicator on
@@ -60,7 +60,7 @@ class Kernel:
     axes: tuple[str, ...] = ()
     shift: int = 0  # SEND, RECV: distance to the peer along the axis
     # RECV: the matching SEND of this rank, in the other direction
-    twin: Kernel | None = field(default=None, repr=False)
+    twin: LoweredTask | None = field(default=None, repr=False)
     comm_bytes: int = 0
     dtype: str = ""
     shape: Shape | None = None  # COMPUTE
@@ -70,4 +70,4 @@ class Kernel:
     reads: list[Node] = field(default_factory=list[Node], repr=False)  # values of other kernels
 
 
-Dependency = Kernel | LiveValue
+Dependency = LoweredTask | LiveValue

@@ -1,4 +1,4 @@
-"""Lower one sharded block to the kernels and messages of one rank: numbers, fusion, buckets.
+"""Lower one sharded block to the kernels and collectives of one rank: sizes, fusion, buckets.
 
 Consecutive element-wise ops become one kernel, as in a compiler or a hand-written fused kernel;
 values inside a kernel are neither written nor read. Collectives that move weights or their
@@ -19,7 +19,7 @@ from stagewright.graph.node import BYTES, Graph, Node
 from stagewright.graph.roles import SUMS, Role
 from stagewright.graph.table import COLLECTIVE_OPS, LEAVES, OPS, is_view
 from stagewright.lower.kernels.extent import Extent, bytes_of
-from stagewright.lower.kernels.kernel import TIED, Dependency, Kernel, TaskPart
+from stagewright.lower.kernels.kernel import TIED, BlockSection, Dependency, LoweredTask
 from stagewright.lower.kernels.live_values import interface
 from stagewright.lower.kernels.rings import LocalKeys, return_gradients, ring_steps
 from stagewright.program.columns import TaskKind
@@ -35,8 +35,11 @@ class KernelRules(NamedTuple):
     fuse: bool = True
     """Consecutive element-wise ops are one kernel."""
     bucket: str = "layer"
-    """Reductions of a block that are one message: "step" is "layer" without gradients reduced once
-    per step; "rank" is "layer" with all-reduces for these."""
+    """Collectives of a block's weights, keys and gradients that are merged.
+
+    "layer": all of one kind; "parameter": none; "step": all but those of gradients reduced once per
+    step; "rank": as "layer", with all-reduces of gradients reduced once per step.
+    """
     key_grads: str = "reduce_scatter"
     """Communication that returns gradients of gathered keys: `cp_grad_comm_type`."""
     adds_casts: bool = False
@@ -47,10 +50,10 @@ class KernelRules(NamedTuple):
 
 def kernels(
     graph: Graph, extent: Extent, mesh: Mesh, rules: KernelRules | None = None
-) -> tuple[list[Kernel], dict[Node, Dependency | None]]:
-    """Tasks of a block in execution order within each part, and the task of each value."""
+) -> tuple[list[LoweredTask], dict[Node, Dependency | None]]:
+    """Tasks of a block in execution order within each section, and the task of each value."""
     lowering = _Lowering(graph, extent, mesh, rules or KernelRules())
-    return lowering.run(), lowering.at
+    return lowering.run(), lowering.maker
 
 
 def _fuses(n: Node) -> bool:
@@ -59,67 +62,69 @@ def _fuses(n: Node) -> bool:
 
 
 class _Lowering:
-    """Lowering of one block; `at`: the task that makes a value, or its interface."""
+    """Lowering of one block; `maker`: the task that makes a value, or its interface."""
 
     def __init__(self, graph: Graph, extent: Extent, mesh: Mesh, rules: KernelRules) -> None:
-        self.rings: dict[tuple[Node, ...], list[Kernel]] = {}
+        self.rings: dict[tuple[Node, ...], list[LoweredTask]] = {}
         self.graph = graph
         self.extent = extent
         self.mesh = mesh
         self.rules = rules
-        self.at: dict[Node, Dependency | None] = {}
+        self.maker: dict[Node, Dependency | None] = {}
         self.users: dict[Node, list[Node]] = {}
         for n in graph:
             for s in n.srcs:
                 self.users.setdefault(s, []).append(n)
-        self.asked = set(graph.outputs.values())
-        self.light = _weights_only(graph)
-        self.norms = _before_norm(graph)
-        self.buckets: dict[tuple[object, ...], Kernel] = {}
+        self.outputs = set(graph.outputs.values())
+        self.weight_moves = _weights_only(graph)
+        self.before_norm = _before_norm(graph)
+        self.buckets: dict[tuple[object, ...], LoweredTask] = {}
 
-    def run(self) -> list[Kernel]:
-        tasks: list[Kernel] = []
+    def run(self) -> list[LoweredTask]:
+        tasks: list[LoweredTask] = []
         for n in self.graph:
             if n.op in LEAVES:
-                self.at[n] = interface(n)
+                self.maker[n] = interface(n)
         for cluster in _clusters_by_need(self.clusters()):
             tasks += self.lower(cluster)
         # Weights come first: a bucket of them delays no task that reads them.
-        return _tasks_by_need(sorted(tasks, key=lambda t: not t.part.gathers))
+        return _tasks_by_need(sorted(tasks, key=lambda t: not t.section.gathers))
 
     # Which nodes become one kernel.
 
     def clusters(self) -> list[Cluster]:
         result: list[Cluster] = []
         open_: Cluster = []
-        behind: set[Node] = set()  # outside the open cluster, but in need of it
+        dependents: set[Node] = set()  # outside the open cluster, but in need of it
         joint: dict[tuple[object, ...], Cluster] = {}
         for n in self.graph:
             if n.op in LEAVES:
                 continue
-            together = joint.get((n.op, n.srcs, n.phase)) if n.op not in COLLECTIVE_OPS else None
-            if together is not None and OPS[n.op].joint:
-                together.append(n)
+            joint_cluster = (
+                joint.get((n.op, n.srcs, n.phase)) if n.op not in COLLECTIVE_OPS else None
+            )
+            if joint_cluster is not None and OPS[n.op].joint:
+                joint_cluster.append(n)
                 continue
             if n.op in COLLECTIVE_OPS or _is_view(n):
                 result.append([n])
-                if any(s in behind or s in open_ for s in n.srcs):
-                    behind.add(n)
+                if any(s in dependents or s in open_ for s in n.srcs):
+                    dependents.add(n)
                 continue
-            if open_ and self.joins(n, open_, behind):
+            if open_ and self.joins(n, open_, dependents):
                 open_.append(n)
             else:
-                home = self.absorbs(n, result)
-                if home is not None:
-                    home.append(n)
-                    open_, behind = [], set()
+                producer = self.absorbs(n, result)
+                if producer is not None:
+                    producer.append(n)
+                    open_, dependents = [], set()
                     continue
                 result.append([n])
-                open_, behind = (result[-1], set()) if _fuses(n) else ([], set())
+                open_, dependents = (result[-1], set()) if _fuses(n) else ([], set())
             joint[n.op, n.srcs, n.phase] = next(c for c in reversed(result) if n in c)
         return result
 
-    def joins(self, n: Node, cluster: Cluster, behind: set[Node]) -> bool:
+    def joins(self, n: Node, cluster: Cluster, dependents: set[Node]) -> bool:
         """True if an element-wise node continues the open kernel."""
         last = cluster[-1]
         if self.rules.adds_casts and n.op == "accumulate":
@@ -128,9 +133,9 @@ class _Lowering:
             self.rules.fuse
             and _fuses(n)
             and (n.phase, n.once) == (last.phase, last.once)
-            and self.part(n) == self.part(last)
+            and self.section(n) == self.section(last)
             and (n.scope == SUMS) == (last.scope == SUMS)  # else on another stream
-            and not any(s in behind for s in n.srcs)
+            and not any(s in dependents for s in n.srcs)
             and any(s in cluster or any(s in m.srcs for m in cluster) for s in n.srcs)
         )
 
@@ -140,38 +145,43 @@ class _Lowering:
             self.rules.fuse and n.op in ("cast", "accumulate") and self.users.get(n.srcs[0]) == [n]
         ):
             return None
-        home = clusters[-1] if clusters else []
+        producer = clusters[-1] if clusters else []
         writes = n.op == "accumulate" or any(u.op == "accumulate" for u in self.users.get(n, []))
-        if not writes or not home or home[-1] is not n.srcs[0] or home[-1].phase != n.phase:
+        if (
+            not writes
+            or not producer
+            or producer[-1] is not n.srcs[0]
+            or producer[-1].phase != n.phase
+        ):
             return None
-        return None if home[0].op in COLLECTIVE_OPS or _is_view(home[0]) else home
+        return None if producer[0].op in COLLECTIVE_OPS or _is_view(producer[0]) else producer
 
-    def part(self, n: Node) -> TaskPart:
+    def section(self, n: Node) -> BlockSection:
         if n.op == "tie":
-            return TaskPart.TIE
+            return BlockSection.TIE
         if n.phase == "optimizer":
-            return TaskPart.NORM if n in self.norms else TaskPart.UPDATE
+            return BlockSection.NORM if n in self.before_norm else BlockSection.UPDATE
         if n.phase == "forward" and n.once:
-            return TaskPart.GATHER_ONCE
+            return BlockSection.GATHER_ONCE
         if n.phase == "forward":
-            return TaskPart.GATHER if n in self.light else TaskPart.FORWARD
+            return BlockSection.GATHER if n in self.weight_moves else BlockSection.FORWARD
         if n.once:
-            return TaskPart.REDUCE_ONCE
-        return TaskPart.GATHER_AGAIN if n in self.light else TaskPart.BACKWARD
+            return BlockSection.REDUCE_ONCE
+        return BlockSection.GATHER_AGAIN if n in self.weight_moves else BlockSection.BACKWARD
 
     # What a cluster costs.
 
-    def lower(self, cluster: Cluster) -> list[Kernel]:
+    def lower(self, cluster: Cluster) -> list[LoweredTask]:
         n = cluster[0]
         if n.op == "slice" and (
-            n.role is Role.OWN_ROWS or (self.rules.copies_slices and is_part(n))
+            n.role is Role.OWN_ROWS or (self.rules.copies_slices and is_activation_slice(n))
         ):
-            self.at[n] = task = self.copy(n)
+            self.maker[n] = task = self.copy(n)
             return [task]
         if _is_view(n):
-            self.at[n] = self.at[n.srcs[0]]
+            self.maker[n] = self.maker[n.srcs[0]]
             if n.op == "tie":
-                return [self.message(n, "all_reduce", (TIED, n.binding.tied))]
+                return [self.collective_task(n, "all_reduce", (TIED, n.binding.tied))]
             return []
         if n.op in COLLECTIVE_OPS:
             return self.collective(n)
@@ -179,43 +189,43 @@ class _Lowering:
         ring = _ring_axes(n)
         if ring and self.mesh.size(*ring) > 1:
             return self.ring(task, cluster, ring)
-        self.at.update(dict.fromkeys(cluster, task))
+        self.maker.update(dict.fromkeys(cluster, task))
         return [task]
 
-    def copy(self, n: Node) -> Kernel:
+    def copy(self, n: Node) -> LoweredTask:
         """Kernel that copies a slice."""
         size = bytes_of(n, self.extent)
-        return Kernel(
-            n.name or n.op, n.op, TaskKind.COMPUTE, n.phase, self.part(n), traffic=2 * size,
+        return LoweredTask(
+            n.name or n.op, n.op, TaskKind.COMPUTE, n.phase, self.section(n), traffic=2 * size,
             dtype=n.dtype, deps=self.deps(n.srcs), made=[n], reads=[*n.srcs],
         )  # fmt: skip
 
-    def kernel(self, cluster: Cluster) -> Kernel:
+    def kernel(self, cluster: Cluster) -> LoweredTask:
         first, last = cluster[0], cluster[-1]
         inside = set(cluster)
         reads: dict[Node, int] = {}
-        seen = [
+        results = [
             m
             for m in cluster
-            if m in self.asked or any(u not in inside for u in self.users.get(m, []))
+            if m in self.outputs or any(u not in inside for u in self.users.get(m, []))
         ]
         flops = written = 0
         extent = self.extent.of(first)
         for m in cluster:
             work = traffic(m, extent)
             flops += work.flops
-            if m in seen:
+            if m in results:
                 written += work.written
             for s, read in zip(m.srcs, work.reads, strict=True):
                 if s not in inside:
                     reads[s] = max(read, reads.get(s, 0))
         labels = list(dict.fromkeys(m.name or m.op for m in (first, last)))
-        return Kernel(
+        return LoweredTask(
             name="+".join(labels),
             op="+".join(dict.fromkeys(m.op for m in cluster)),
             kind=TaskKind.COMPUTE,
             phase=first.phase,
-            part=self.part(first),
+            section=self.section(first),
             axes=("pp",) if first.scope == SUMS else (),
             flops=flops,
             # A launch without rows has a byte; elsewhere bytes are linear in the rows of experts.
@@ -225,16 +235,16 @@ class _Lowering:
             dtype=first.srcs[0].dtype if first.srcs else first.dtype,
             shape=shape_of(cluster, extent),
             deps=self.deps(reads),
-            made=seen or [last],
+            made=results or [last],
             reads=list(reads),
         )
 
     def deps(self, nodes: Iterable[Node]) -> list[Dependency]:
-        return list(dict.fromkeys(t for s in nodes if (t := self.at[s]) is not None))
+        return list(dict.fromkeys(t for s in nodes if (t := self.maker[s]) is not None))
 
-    def collective(self, n: Node) -> list[Kernel]:
+    def collective(self, n: Node) -> list[LoweredTask]:
         axes = cast("tuple[str, ...]", n["axes"])
-        before = self.at[n.srcs[0]]
+        before = self.maker[n.srcs[0]]
         role, src = n.role, n.srcs[0]
         if (
             self.rules.key_grads == "ring"
@@ -242,34 +252,40 @@ class _Lowering:
             and src.op == "attention_bwd"
         ):
             return self.ring_gradients(n, axes)
-        alone = n.op == src.op and self.users[src] == [n] and role is None and src.role is None
-        if alone and isinstance(before, Kernel) and before.part == self.part(n):
+        extends_collective = (
+            n.op == src.op and self.users[src] == [n] and role is None and src.role is None
+        )
+        if (
+            extends_collective
+            and isinstance(before, LoweredTask)
+            and before.section == self.section(n)
+        ):
             # Moves along one axis after the other are one along both.
             before.axes = (*before.axes, *axes)
             before.made = [n]
-            self.at[n] = before
+            self.maker[n] = before
             return []
-        whole = self.rules.bucket == "rank" and n.op == "reduce_scatter"
-        once = self.part(n) is TaskPart.REDUCE_ONCE
-        task = self.message(n, "all_reduce" if whole and once else n.op, axes)
-        own = self.rules.bucket == "parameter" or (
-            self.rules.bucket == "step" and task.part is TaskPart.REDUCE_ONCE
+        all_reduced = self.rules.bucket == "rank" and n.op == "reduce_scatter"
+        once = self.section(n) is BlockSection.REDUCE_ONCE
+        task = self.collective_task(n, "all_reduce" if all_reduced and once else n.op, axes)
+        unmerged = self.rules.bucket == "parameter" or (
+            self.rules.bucket == "step" and task.section is BlockSection.REDUCE_ONCE
         )
-        if own or role is None or role not in _BUCKETED:
+        if unmerged or role is None or role not in _BUCKETED:
             return [task]
-        key = (task.part, n.phase, role, n.op, axes, n.dtype)
-        together = self.buckets.setdefault(key, task)
-        self.at[n] = together
-        if together is task:
+        key = (task.section, n.phase, role, n.op, axes, n.dtype)
+        bucket = self.buckets.setdefault(key, task)
+        self.maker[n] = bucket
+        if bucket is task:
             return [task]
-        together.comm_bytes += task.comm_bytes
-        together.deps = list(dict.fromkeys([*together.deps, *task.deps]))
-        together.made += task.made
-        together.reads += task.reads
-        together.name = f"{role.value}.{n.op}"
+        bucket.comm_bytes += task.comm_bytes
+        bucket.deps = list(dict.fromkeys([*bucket.deps, *task.deps]))
+        bucket.made += task.made
+        bucket.reads += task.reads
+        bucket.name = f"{role.value}.{n.op}"
         return []
 
-    def ring_gradients(self, n: Node, axes: tuple[str, ...]) -> list[Kernel]:
+    def ring_gradients(self, n: Node, axes: tuple[str, ...]) -> list[LoweredTask]:
         """Return gradients of keys and values around the ring of `ring`."""
         src = n.srcs[0]
         made = src.srcs  # gradients of one kernel travel together
@@ -278,28 +294,31 @@ class _Lowering:
         tasks = self.rings.get(made, [])
         for t in tasks:
             t.comm_bytes += size
-        new: list[Kernel] = []
+        new: list[LoweredTask] = []
         if not tasks:
             deps = self.deps([src])
-            new = return_gradients(n.phase, self.part(n), axes, ranks, size, deps)
+            new = return_gradients(n.phase, self.section(n), axes, ranks, size, deps)
         self.rings[made] = tasks = tasks or new
         tasks[-1].made.append(n)
         tasks[-1].reads.append(src)
-        self.at[n] = tasks[-1]
+        self.maker[n] = tasks[-1]
         return new
 
-    def message(self, n: Node, op: str, axes: tuple[str, ...]) -> Kernel:
-        """Build a collective; bytes of the local input, padded if a split does not divide."""
+    def collective_task(self, n: Node, op: str, axes: tuple[str, ...]) -> LoweredTask:
+        """Collective of a node.
+
+        Its bytes are those of the local input, padded if a split does not divide.
+        """
         (src,) = n.srcs
         size = bytes_of(src, self.extent)
         if op == "reduce_scatter":
             size = max(size, bytes_of(n, self.extent) * self.mesh.size(*axes))
-        task = Kernel(
+        task = LoweredTask(
             name=f"{n.name or src.name or src.op}.{op}",
             op=op,
             kind=TaskKind.COLLECTIVE,
             phase=n.phase,
-            part=self.part(n),
+            section=self.section(n),
             axes=axes,
             comm_bytes=size,
             dtype=n.dtype,
@@ -307,10 +326,12 @@ class _Lowering:
             made=[n],
             reads=[src],
         )
-        self.at[n] = task
+        self.maker[n] = task
         return task
 
-    def ring(self, whole: Kernel, cluster: Cluster, axes: tuple[str, ...]) -> list[Kernel]:
+    def ring(
+        self, attention: LoweredTask, cluster: Cluster, axes: tuple[str, ...]
+    ) -> list[LoweredTask]:
         """Attention as one step per rank that shares the sequence."""
         first = cluster[0]
         spec = parse(str(first["spec"]))
@@ -318,15 +339,15 @@ class _Lowering:
         size = sum(bytes_of(k, self.extent) for k in keys)
         local_keys = LocalKeys(size, keys[0].dtype, self.deps(keys))
         gradients = self.rules.key_grads if first.op == "attention_bwd" else None
-        tasks = ring_steps(whole, local_keys, axes, self.mesh.size(*axes), gradients)
+        tasks = ring_steps(attention, local_keys, axes, self.mesh.size(*axes), gradients)
         last = next(t for t in reversed(tasks) if t.kind == TaskKind.COMPUTE)
-        last.made, last.reads = whole.made, whole.reads
+        last.made, last.reads = attention.made, attention.reads
         for m in cluster:
-            self.at[m] = tasks[-1] if m.get("wrt") in ("k", "v") else last
+            self.maker[m] = tasks[-1] if m.get("wrt") in ("k", "v") else last
         return tasks
 
 
-def is_part(n: Node) -> bool:
+def is_activation_slice(n: Node) -> bool:
     """True for slices of activations, not of weights or their gradients."""
     return n.op == "slice" and n.role is None and n.binding.param is None
 
@@ -342,7 +363,7 @@ _BUCKETED = frozenset(
         Role.TABLE_GRADIENT, Role.WHOLE_GRADIENT, Role.OWN_ROWS, Role.COUNTED, Role.UPDATED,
     }
 )  # fmt: skip
-"""Roles of values whose collectives are one message for all of a block."""
+"""Roles of values whose collectives in a block may be merged, by `KernelRules.bucket`."""
 
 
 def _ring_axes(n: Node) -> tuple[str, ...]:
@@ -355,12 +376,16 @@ def _ring_axes(n: Node) -> tuple[str, ...]:
 
 def _weights_only(graph: Graph) -> set[Node]:
     """Moves and casts of parameters, which may run ahead of the block."""
-    light: set[Node] = set()
+    weight_moves: set[Node] = set()
     for n in graph:
         moves = n.op in COLLECTIVE_OPS or n.op == "slice" or n.role is Role.SENT
-        if moves and n.phase != "optimizer" and (n.srcs[0].op == "param" or n.srcs[0] in light):
-            light.add(n)
-    return light
+        if (
+            moves
+            and n.phase != "optimizer"
+            and (n.srcs[0].op == "param" or n.srcs[0] in weight_moves)
+        ):
+            weight_moves.add(n)
+    return weight_moves
 
 
 def _before_norm(graph: Graph) -> set[Node]:
@@ -380,21 +405,21 @@ def _before_norm(graph: Graph) -> set[Node]:
 
 def _clusters_by_need(clusters: list[Cluster]) -> list[Cluster]:
     """Sort clusters after those whose values they read."""
-    home = {n: i for i, c in enumerate(clusters) for n in c}
+    cluster_of = {n: i for i, c in enumerate(clusters) for n in c}
     deps = [
-        {home[s] for n in c for s in n.srcs if s in home and home[s] != i}
+        {cluster_of[s] for n in c for s in n.srcs if s in cluster_of and cluster_of[s] != i}
         for i, c in enumerate(clusters)
     ]
     return [clusters[i] for i in _stable_order(deps)]
 
 
-def _tasks_by_need(tasks: list[Kernel]) -> list[Kernel]:
+def _tasks_by_need(tasks: list[LoweredTask]) -> list[LoweredTask]:
     """Sort tasks after their dependencies: a bucket after its last member, readers after it.
 
     A rank of a ring sends before it receives what the previous rank sends in the same step.
     """
     index = {t: i for i, t in enumerate(tasks)}
-    deps = [{index[d] for d in t.deps if isinstance(d, Kernel)} for t in tasks]
+    deps = [{index[d] for d in t.deps if isinstance(d, LoweredTask)} for t in tasks]
     for i, t in enumerate(tasks):
         if t.twin is not None:
             deps[i].add(index[t.twin])

@@ -32,7 +32,7 @@ from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.disaggregated import prefill_run
 from stagewright.numbers import duration
 from stagewright.program.columns import Program
-from stagewright.program.fit import Fit, Peak, fit_of, peak_in_issue_order
+from stagewright.program.fit import Fit, Peak, fit_of, peak_in_program_order
 from stagewright.run.requests import groups, read_bytes
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
@@ -105,7 +105,7 @@ class TracedStep(StepTimeline):
     @property
     def fit(self) -> Fit:
         """Fit of the graph's values into the memory of a device."""
-        memory_peaks = map(peak_in_issue_order, self.timeline.program.classes)
+        memory_peaks = map(peak_in_program_order, self.timeline.program.classes)
         return fit_of(memory_peaks, self.machine.hardware.memory)
 
     def to_dict(self) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class SimulatedStep(StepTimeline):
         In inference, where memory is constant, the bytes are those of the program.
         """
         at_peak = [peak(self.timeline, lane) for lane in range(self.timeline.lane_map.count)]
-        return [x if x.size else peak_in_issue_order(x.rank_class) for x in at_peak]
+        return [x if x.size else peak_in_program_order(x.rank_class) for x in at_peak]
 
     @property
     def fit(self) -> Fit:

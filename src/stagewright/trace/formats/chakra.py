@@ -8,9 +8,9 @@ one type per attribute and takes any other for 0, and it knows data_deps only. S
   that of the even one which takes as long, and local_bytes has what the rank gives to it;
 - data_deps are all dependencies, ctrl_deps those that the schedule demands (`Tasks.order`).
 
-Ranks of one class share all bytes but the names of their groups and the ranks of their partners.
-Ranks that also write these equally wide form a `Batch`. It is encoded once, as a `Template`, into
-which each rank patches its own values.
+Ranks of one class share all bytes but the names of their groups, their own rank and their partners'
+ranks. Ranks that also write these equally wide form a `Batch`. It is encoded once, as a `Template`,
+into which each rank patches its own values.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> l
 
     `provenance` goes into every file's metadata.
     """
-    partners = PartnerCodes(program)
+    partners = RankValues(program)
     batches: list[ChakraBatch] = []
     for rank_class in program.classes:
         class_ranks = intersect(rank_class.ranks, ranks)
@@ -151,8 +151,8 @@ _COMM_TYPE = ByteTable(
 _IS_CPU_OP = _attr(_value("is_cpu_op", _BOOL, b"\0"))
 
 
-class PartnerCodes:
-    """The values that differ between ranks of a class: groups, own rank, peers. Each has a *code*.
+class RankValues:
+    """Values that differ between ranks of a class: groups, own rank, peers. Each has a *code*.
 
     Code `s` is the group of communicator slot `s`; then comes the own rank; then the peers by slot.
     """
@@ -160,21 +160,25 @@ class PartnerCodes:
     def __init__(self, program: Program) -> None:
         """The codes of a program."""
         self._program = program
-        self.own = len(program.communicators)
+        self.rank_code = len(program.communicators)
 
     def used(self, tasks: Tasks) -> list[int]:
         """The codes in use by the tasks of a class, ascending."""
         slots = tasks.slot.astype(np.int64)
         groups = np.unique(slots[tasks.kind == TaskKind.COLLECTIVE])
         peers = np.unique(slots[(tasks.kind == TaskKind.SEND) | (tasks.kind == TaskKind.RECV)])
-        own_code = [self.own] if len(peers) else []
-        return [*groups.tolist(), *own_code, *(self.own + 1 + peers).tolist()]
+        own_code = [self.rank_code] if len(peers) else []
+        return [*groups.tolist(), *own_code, *(self.rank_code + 1 + peers).tolist()]
 
     def values(self, code: int, ranks: Int) -> Int:
         """The value of a code for each of some ranks."""
-        if code < self.own:
+        if code < self.rank_code:
             return self._program.group_of(code, ranks)
-        return ranks if code == self.own else self._program.peer_of(code - self.own - 1, ranks)
+        return (
+            ranks
+            if code == self.rank_code
+            else self._program.peer_of(code - self.rank_code - 1, ranks)
+        )
 
     def by_width(self, codes: Sequence[int], ranks: Int) -> Iterator[tuple[list[int], Int]]:
         """Ranks with values of equal widths: the bytes of each code's value, and the ranks."""
@@ -191,7 +195,7 @@ class PartnerCodes:
 
     def _widths(self, code: int, values: Int) -> Int:
         """Bytes that values take in a file, as digits or as varints."""
-        if code >= self.own:
+        if code >= self.rank_code:
             return wire.varints(values).lengths
         if not values.all():
             raise ValueError("a collective of a rank that is in no group of its communicator")
@@ -200,7 +204,7 @@ class PartnerCodes:
     def payloads(self, code: int, ranks: Int, width: int) -> Pieces:
         """The bytes of a code's value in the files of some ranks, which take `width` each."""
         values = self.values(code, ranks)
-        if code < self.own:
+        if code < self.rank_code:
             digits = values[:, None] // 10 ** np.arange(width - 1, -1, -1) % 10 + ord("0")
             return np.ascontiguousarray(digits.astype(np.uint8)).view(f"V{width}")[:, 0]
         pieces = wire.varints(values).pieces()
@@ -260,7 +264,7 @@ class ChakraBatch:
         self,
         rank_class: RankClass,
         ranks: Int,
-        partners: PartnerCodes,
+        partners: RankValues,
         widths: dict[int, int],
         header: bytes,
     ) -> None:
@@ -362,11 +366,11 @@ class ChakraBatch:
         tasks = self._tasks
         sends = tasks.kind[span] == TaskKind.SEND
         where = np.flatnonzero(sends | (tasks.kind[span] == TaskKind.RECV))
-        peer = tasks.slot[span][where].astype(np.int64) + self._partners.own + 1
+        peer = tasks.slot[span][where].astype(np.int64) + self._partners.rank_code + 1
         marks: list[Mark] = []
         for name, is_own in (("comm_src", sends), ("comm_dst", ~sends)):
             entries = [_attr(_value(name, _INT32, bytes(int(width)))) for width in self._widths]
-            codes = np.where(is_own[where], self._partners.own, peer)
+            codes = np.where(is_own[where], self._partners.rank_code, peer)
             marks.append(self._code(rows, entries, codes, where))
         _append(rows, _COMM_TAG, tasks.tag[span][where].astype(np.int64), where)
         _append(rows, _COMM_SIZE, tasks.comm_bytes[span][where], where)
