@@ -7,7 +7,7 @@ A request from its arrival to its last token:
    each of the others has a row in `Records`.
 3. A `deployment` has instances: groups of GPUs with a copy of the model in one layout (`instance`).
 4. It makes one engine for each replica of an instance, and a pool of the engines of each role.
-5. The request arrives (`arrivals`): at its own time plus the seconds that the `host` takes (HTTP,
+5. The request arrives (`events`): at its own time plus the seconds that the `host` takes (HTTP,
    tokenizer), which TTFT includes. The `simulation` has one heap of events; where the router reads
    no engine and nothing else couples engines, all requests are routed before the first event.
 6. The `routers` choose its engine among those of the pool, and it enters the queue of that engine.

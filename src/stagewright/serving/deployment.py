@@ -97,11 +97,9 @@ class InstanceGroup:
 
     @property
     def host(self) -> HostTimes:
-        """Host times by the scheduler of the settings; zero if they were not measured.
-
-        Where a scheduler is given as an object, the setting has its default: vLLM's times count.
-        """
-        return HOSTS.get(self.settings.scheduler, HostTimes())
+        """Host times of the engine whose scheduler this is, or derives from; zero of others."""
+        engines = (name for name in HOSTS if isinstance(self.scheduler, class_of(name)))
+        return next((HOSTS[name] for name in engines), HostTimes())
 
     @property
     def scheduler_name(self) -> str:

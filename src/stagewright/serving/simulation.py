@@ -14,10 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
-from stagewright.serving.arrivals import ArrivalQueue
 from stagewright.serving.disaggregation import PrefillEngine, RemoteKvEngine, Role
 from stagewright.serving.engine import Engine
-from stagewright.serving.events import ARRIVAL, BATCH_END, OTHER, EventQueue, Handler
+from stagewright.serving.events import (
+    ARRIVAL,
+    BATCH_END,
+    OTHER,
+    ArrivalQueue,
+    EventQueue,
+    Handler,
+)
 from stagewright.serving.host import HostTimes
 from stagewright.serving.kv_transfer import Handover, KvTransfers
 from stagewright.serving.operation import QUEUE_FULL, InstanceEvents, Operator, UpTime

@@ -14,7 +14,7 @@ from stagewright.serving.batch import StepBatch
 from stagewright.serving.command_lines import ENGINES, command_lines
 from stagewright.serving.deployment import Deployment, InstanceGroup
 from stagewright.serving.engine import Engine
-from stagewright.serving.host import HOSTS
+from stagewright.serving.host import HOSTS, HostTimes
 from stagewright.serving.instance import make_instance
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
 from stagewright.time.hardware import resolve as hardware_of
@@ -47,7 +47,8 @@ def test_a_scheduler_given_as_an_object_is_named_by_its_class(engine: str):
     assert of.scheduler_name == ENGINES[engine]
     other = replace(of, scheduler=OneByOne())
     assert other.scheduler_name == "OneByOne"
-    assert other.host == HOSTS[ENGINES[engine]]  # as the setting says
+    assert of.host == HOSTS[ENGINES[engine]]
+    assert other.host == HostTimes()
 
 
 def options(line: str) -> dict[str, str]:
