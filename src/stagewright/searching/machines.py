@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from stagewright.errors import UserError, did_you_mean
 from stagewright.searching.lists import values_of
-from stagewright.time.hardware import Hardware, wanted_of
+from stagewright.time.hardware import SHARES_OF_A_LINK, Hardware, wanted_of
 
 MOST_SYSTEMS = 100_000
 """Limit of combinations of specs."""
@@ -139,6 +139,7 @@ def with_specs(
 ) -> Hardware:
     """Replace specs, which are not checked, and name the hardware after them.
 
+    Shares of smaller messages follow a link's `bandwidth_fraction`, unless `specs` have them.
     `names`: names of specs in the command, by path.
     """
 
@@ -150,7 +151,15 @@ def with_specs(
         new = replaced(getattr(block, first), rest, value) if rest else value
         return block.model_copy(update={first: new})
 
+    specs_of_links = dict(specs)
     for path, value in specs.items():
+        link, _, name = path.rpartition(".")
+        if name == "bandwidth_fraction" and link in ("scale_up", "scale_out"):
+            before = getattr(hardware, link)
+            for share in SHARES_OF_A_LINK:
+                scaled = getattr(before, share) * value / before.bandwidth_fraction
+                specs_of_links.setdefault(f"{link}.{share}", min(1.0, scaled))
+    for path, value in specs_of_links.items():
         hardware = replaced(hardware, path.split("."), value)
     text = ", ".join(f"{(names or {}).get(p, p)}={value:.12g}" for p, value in specs.items())
     return hardware.model_copy(update={"name": f"{hardware.name} {text}"})

@@ -123,16 +123,19 @@ class Steadiness:
 
         Where more come than are served, those in flight have tokens, too: count these.
         """
+        come, served = (
+            f"{x:.3g}" if x < 100 else f"{x:,.0f}" for x in (self.arrival_rate, served_rate)
+        )
         if self.overloaded:
             return (
-                f"overloaded: {self.arrival_rate:.3g} requests/s come, {served_rate:.3g} are "
+                f"overloaded: {come} requests/s come, {served} are "
                 "served; waiting times grow with the length of the run"
             )
         if not self.steady:
             return f"not steady: {self.reason}"
         return (
-            f"steady: {self.arrival_rate:.3g} requests/s come, {served_rate:.3g} are served "
-            f"({self.throughput_change:+.1%} in the second half)"
+            f"steady: {come} requests/s come, {served} are served "
+            f"(throughput {self.throughput_change:+.1%} in the second half)"
         )
 
 

@@ -647,11 +647,19 @@ def _with_base(
     return _overlay(base_values, values), base_sources | sources
 
 
+SHARES_OF_A_LINK = ("medium_fraction", "low_latency_fraction")
+"""Shares that smaller messages reach: they follow `bandwidth_fraction` where only that is given."""
+
+
 def _overlay(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for key, value in values.items():
         nested = isinstance(value, dict) and isinstance(base.get(key), dict)
         result[key] = _overlay(base[key], cast("dict[str, Any]", value)) if nested else value
+    large, before = values.get("bandwidth_fraction"), base.get("bandwidth_fraction")
+    for share in SHARES_OF_A_LINK:
+        if share in base and share not in values and isinstance(large, int | float) and before:
+            result[share] = min(1.0, base[share] * large / before)
     return result
 
 

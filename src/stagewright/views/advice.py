@@ -44,6 +44,8 @@ MUCH_IDLE = 0.1
 """Share of the step in which ranks are idle."""
 MUCH_EXPOSED = 0.1
 """Share of the step that communication along one axis is exposed."""
+NEARLY_BUSY = 0.75
+"""Share of the step in which hidden communication occupies its network."""
 LITTLE = 0.01
 """Share of the step below which no waiting explains a low MFU."""
 LOW_MFU = 0.35
@@ -294,6 +296,17 @@ def _exposed(step: SimulatedStep) -> Iterator[Remark]:
                 f"communication along {label} is exposed, not hidden by kernels, for "
                 f"{duration(seconds)} of each step ({seconds / step.seconds:.1%})."
                 + (f" To shorten it: {_listed(remedies)}." if remedies else ""),
+            )
+    for label, busy in step.mean.communication.items():
+        if busy > NEARLY_BUSY * step.seconds and busy > 2 * step.mean.exposed.get(label, 0.0):
+            share = busy / step.seconds
+            yield Remark(
+                "warning",
+                "Communication",
+                f"communication along {label} is hidden, but occupies its network for {share:.0%} "
+                f"of the step: on a network slower by more than {max(0.0, 1 - share):.0%} it "
+                "determines the step. Compare layouts with less of it on such a network (--vary "
+                "scale_out.bandwidth_fraction of a search).",
             )
 
 

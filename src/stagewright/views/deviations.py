@@ -97,6 +97,11 @@ def _tokens_of_a_microbatch(step: SimulatedStep) -> float:
 
 DEVIATIONS = (
     Deviation(
+        lambda step: _trains(step) and not _experts(step),
+        "Steps of dense models are off by {e[train-dense].error:.0%} on average; p90 is "
+        "{e[train-dense].p90:.0%}.",
+    ),
+    Deviation(
         lambda step: _trains(step) and _experts(step),
         "Steps of mixtures of experts are off by {e[train-moe].error:.0%} on average, and "
         "{e[train-moe].fast:.0%} fast.",

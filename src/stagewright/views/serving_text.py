@@ -38,7 +38,7 @@ def serving_text(
 ) -> Iterator[str | Table]:
     """Requests over time; `group` is the first group that decodes."""
     summary, workload = run.summary, run.outcome.workload
-    yield description
+    yield f"{description}; {plural(summary.gpus, 'GPU', 'GPUs')}"
     tokens = quantity(group.num_blocks * group.instance.cache.block_size, "tokens")
     yield (
         f"KV cache of an engine: {tokens} ({group.num_blocks:,} blocks of "

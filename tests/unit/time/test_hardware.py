@@ -8,6 +8,7 @@ import pytest
 
 from paths import ROOT
 from stagewright.errors import UserError
+from stagewright.searching.machines import varied
 from stagewright.time import hardware
 
 NUMBERS_WITHOUT_SOURCE = {"shape"}
@@ -114,3 +115,21 @@ def test_a_file_without_a_base_is_told_of_one(tmp_path: Path):
     path.write_text("name: mine\npeak_bf16_tflops: 100\n")
     with pytest.raises(UserError, match="vendor is missing; give it, or a base to start"):
         hardware.resolve(path)
+
+
+def test_smaller_messages_follow_the_bandwidth_that_large_ones_reach(tmp_path: Path):
+    base = hardware.resolve("h100-sxm").scale_out
+    path = tmp_path / "measured.yaml"
+    path.write_text("base: h100-sxm\nname: m\nscale_out: {bandwidth_fraction: 0.46}\n")
+    link = hardware.resolve(path).scale_out
+    ratio = 0.46 / base.bandwidth_fraction
+    assert link.medium_fraction == pytest.approx(base.medium_fraction * ratio)
+    assert link.low_latency_fraction == pytest.approx(base.low_latency_fraction * ratio)
+    path.write_text(
+        "base: h100-sxm\nname: m\nscale_out: {bandwidth_fraction: 0.46, medium_fraction: 0.4}\n"
+    )
+    assert hardware.resolve(path).scale_out.medium_fraction == 0.4
+    ((varied_hardware, _),) = varied(
+        hardware.resolve("h100-sxm"), {"scale_out.bandwidth_fraction": [0.46]}
+    )
+    assert varied_hardware.scale_out == link

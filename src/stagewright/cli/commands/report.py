@@ -83,6 +83,8 @@ def _check_output(out: str, picture: str | None, *, several: bool) -> None:
     if picture is None:
         if is_chart:
             raise UserError(f"{out}: is a chart or its numbers; add --picture NAME, such as time")
+        if not out.endswith((".html", ".htm")) and Path(out).suffix:
+            raise UserError(f"{out}: a report is a page; name it .html")
         return
     from stagewright.views.pages import charts, compare
 

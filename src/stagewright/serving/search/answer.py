@@ -222,7 +222,7 @@ class _LayoutSearch:
             attempt.meets = self._add(layout.row, deployment).meets
             met |= attempt.meets
         if not met:
-            self.refuse(KEEPS, f"{name}: not with {limit * gpus} GPUs, either")
+            self.refuse(KEEPS, f"{name}: not even with {limit * gpus} GPUs")
 
     def search_pairs(self, ready: Sequence[ReadyLayout]) -> None:
         """Prompts and decode on instances of their own: the most promising pairs of layouts.
