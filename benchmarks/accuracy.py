@@ -186,7 +186,7 @@ def _engine_rows(quantity: str) -> Callable[[], list[float]]:
 
 ANSWERS = (
     Answer("train-dense", _steps("dense"), "Step time, dense models", "{sources} sources",
-           "ZeRO-3 over slow networks"),
+           "ZeRO-3 whose gathers are exposed"),
     Answer("train-small", _steps("small"), "Step time, small dense models",
            "nanotron on AWS's H100", "a nearly full memory"),
     Answer("train-moe", _steps("MoE"), "Step time, MoE", "Megatron-Bridge, dgxc-benchmarking, "
