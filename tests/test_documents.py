@@ -304,7 +304,7 @@ def test_the_reference_has_every_weight_that_a_degree_splits():
     reference = module("docs/reference.py")
     page = reference.PAGES["strategies"]()
     weights = {name for name, _ in reference.declared(PRESETS)}
-    assert {"wq", "wk", "w_down", "we_up", "wte", "mamba2.w_out", "tables"} <= weights
+    assert {"wq", "wk", "w_down", "we_up", "wte", "mamba2.w_out"} <= weights
     assert sorted(name for name in weights if f"`{name}`" not in page) == []
 
 
