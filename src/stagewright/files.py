@@ -186,6 +186,10 @@ def from_yaml(text: str, where: object) -> Any:
         raise UserError(f"{where}: nested too deep; wanted YAML such as tp: 8") from None
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{where}: not YAML: {error}; wanted YAML such as tp: 8") from None
+    except (LookupError, AttributeError, TypeError):  # of yaml's own constructors
+        raise UserError(
+            f"{where}: a tag such as !!int stands before another value; wanted YAML such as tp: 8"
+        ) from None
 
 
 def own_yaml(text: str) -> Any:

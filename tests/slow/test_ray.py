@@ -133,7 +133,7 @@ def test_a_machine_is_killed_half_way(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(templates, "RANGE", 1)  # a rank a task
+    monkeypatch.setattr(templates, "RANGE_BYTES", 1)  # a rank a task
     doomed = sorted(cluster.worker_nodes, key=lambda node: node.unique_id)[0]
     killed: list[int] = []
 

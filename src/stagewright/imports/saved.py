@@ -56,6 +56,11 @@ _SIZE_SYNTAX = (
     ast.keyword, ast.Load,
 )  # fmt: skip
 
+_SIZE_TEXT = re.compile(r"[A-Za-z0-9_ (),=.+*/<>!%'-]*")
+"""Characters of sizes. Without line ends, comments and escapes sympy reads what `ast` reads."""
+_POWERS = ("Pow", "PowByNatural", "FloatPow", "LShift", "RShift")
+_MAX_EXPONENT = 64
+
 _WORD = re.compile(r"[A-Za-z0-9_.:+-]*")
 """Names of values, parameters, data types and devices: no characters that can form a call."""
 _KEPT_METADATA = ("stack_trace", "nn_module_stack")
@@ -228,7 +233,10 @@ def _is_size(text: str) -> bool:
     """True for sums, products and known functions of numbers and symbols such as `s77`.
 
     torch writes `Mul(Integer(2), Symbol('s77', positive=True))`, and sympy evaluates it as Python.
+    Powers are of symbols, with small exponents: those of numbers may take for ever.
     """
+    if not _SIZE_TEXT.fullmatch(text):
+        return False
     try:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -236,6 +244,12 @@ def _is_size(text: str) -> bool:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             allowed = isinstance(node.func, ast.Name) and node.func.id in _SIZE_FUNCTIONS
+            if allowed and isinstance(node.func, ast.Name) and node.func.id in _POWERS:
+                allowed = len(node.args) == 2 and _is_small_power(*node.args)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+            allowed = _is_small_power(node.left, node.right)
+        elif isinstance(node, ast.LShift | ast.RShift):
+            allowed = False
         elif isinstance(node, ast.Name):
             allowed = re.fullmatch(r"[A-Za-z]\w*", node.id) is not None
         elif isinstance(node, ast.Constant):
@@ -245,3 +259,16 @@ def _is_size(text: str) -> bool:
         if not allowed:
             return False
     return True
+
+
+def _is_small_power(base: ast.expr, exponent: ast.expr) -> bool:
+    """True for a power of an expression with symbols, whose exponent is a small number."""
+    names = {node.id for node in ast.walk(base) if isinstance(node, ast.Name)}
+    if not names - (_SIZE_FUNCTIONS - {"Symbol"}):
+        return False
+    numbers = [node for node in ast.walk(exponent) if not isinstance(node, ast.Load)]
+    plain = (ast.Constant, ast.Call, ast.Name, ast.UnaryOp, ast.USub)
+    if not all(isinstance(node, plain) for node in numbers):
+        return False
+    constants = [node.value for node in numbers if isinstance(node, ast.Constant)]
+    return all(isinstance(value, int) and value <= _MAX_EXPONENT for value in constants)

@@ -551,13 +551,13 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Hardware:
 
 
 def full_name(name: str) -> str:
-    """The name of hardware that is named, or that alone begins so: `gb200` is `gb200-nvl72`.
+    """The name of hardware, also by its part before a hyphen: `gb200` is `gb200-nvl72`.
 
     Raises UserError that lists all that begin so, or all.
     """
     if name in names():
         return name
-    longer = [known for known in names() if name and known.startswith(name.lower())]
+    longer = [known for known in names() if known.startswith(f"{name.lower()}-")]
     if len(longer) == 1:
         return longer[0]
     if longer:

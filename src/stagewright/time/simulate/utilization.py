@@ -124,7 +124,8 @@ def executed_flops(program: Program, needed: SequenceFlops | None = None) -> Flo
         fused = _timed_as(tasks, Timing.ATTENTION, Timing.ATTENTION_BACKWARD)
         for layer, pairs in layers.items():
             flops = exact_sum(executed[fused & (tasks.layer == layer)]) * ranks
-            masked += flops * (pairs.full / pairs.causal - 1)
+            if pairs.causal:  # 0: sequences of one token
+                masked += flops * (pairs.full / pairs.causal - 1)
     return Flops(causal + masked, float(causal))
 
 
