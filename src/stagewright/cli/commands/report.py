@@ -146,8 +146,16 @@ def _chart(name: str, reported: dict[str, tuple[CompiledRun, SimulatedStep | Non
 
 
 def _numbers(chart: Chart) -> str:
+    """Numbers of a chart as CSV, with units in the names of columns."""
+    from stagewright.texttable import Table
+
     assert chart.numbers is not None, "charts by name have numbers"
-    return chart.numbers.to_csv()
+    units, columns = chart.numbers.units, chart.numbers.columns
+    named = {
+        f"{name} ({unit})" if (unit := units.get(name)) else name: values
+        for name, values in columns.items()
+    }
+    return Table(chart.numbers.title, named).to_csv()
 
 
 def _check_no_machine(experiment: Experiment) -> None:
