@@ -279,6 +279,17 @@ def told(**changes: Any) -> Callable[[dict[str, bytes]], None]:
     return change
 
 
+def in_manifest(alter: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, bytes]], None]:
+    """Alter the manifest in contents.json."""
+
+    def change(members: dict[str, bytes]) -> None:
+        contents = json.loads(members["contents.json"])
+        alter(contents["manifest"])
+        members["contents.json"] = json.dumps(contents).encode()
+
+    return change
+
+
 def column(
     name: str, alter: Callable[[np.ndarray], np.ndarray]
 ) -> Callable[[dict[str, bytes]], None]:
@@ -346,6 +357,18 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, bytes]], Any], str]] = {
         "a communicator over",
     ),
     "no manifest": (told(manifest={}), "does not count the nodes"),
+    "a world of its own": (
+        in_manifest(lambda manifest: manifest.update(world_size=-1)),
+        "another number of ranks",
+    ),
+    "nodes that are none": (
+        in_manifest(lambda manifest: manifest["nodes"][0].update(send={"a": 1})),
+        "a number of nodes or parameters",
+    ),
+    "parameters that are none": (
+        in_manifest(lambda manifest: manifest.update(parameters={"total": ""})),
+        "a number of nodes or parameters",
+    ),
     "other columns": (_other_columns, "other columns"),
     "another's communicators": (a_class(communicators=[0]), "uses communicators"),
     "no such communicator": (a_class(communicators=[9]), "a communicator that is not there"),

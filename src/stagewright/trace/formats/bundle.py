@@ -339,15 +339,27 @@ class Bundle:
         sizes = [size for _, size in contents.mesh.axes]
         if min(sizes, default=1) < 1 or not 0 < contents.mesh.world_size <= MOST_RANKS:
             raise self._damaged(f"a mesh of {contents.mesh.axes}")
-        nodes = contents.manifest.get("nodes")
-        counted = isinstance(nodes, list) and len(cast("list[object]", nodes)) == len(
-            contents.classes
-        )
-        if not counted or not all(isinstance(count, dict) for count in cast("list[object]", nodes)):
-            raise self._damaged("the manifest does not count the nodes of each class")
+        self._check_manifest(contents)
         self._check_lengths(contents)
         self._check_partners(contents)
         return contents
+
+    def _check_manifest(self, contents: Contents) -> None:
+        """The manifest counts ranks, parameters, and nodes of each class, in whole numbers."""
+        manifest = contents.manifest
+        nodes: Any = manifest.get("nodes")
+        parameters: Any = manifest.get("parameters", {})
+        if not isinstance(nodes, list) or not isinstance(parameters, dict):
+            raise self._damaged("the manifest does not count the nodes of each class")
+        counts = cast("list[Any]", nodes)
+        if len(counts) != len(contents.classes) or not all(isinstance(c, dict) for c in counts):
+            raise self._damaged("the manifest does not count the nodes of each class")
+        numbers = [number for count in counts for number in cast("dict[str, Any]", count).values()]
+        numbers += cast("dict[str, Any]", parameters).values()
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise self._damaged("a number of nodes or parameters in the manifest is none")
+        if manifest.get("world_size", contents.mesh.world_size) != contents.mesh.world_size:
+            raise self._damaged("the manifest has another number of ranks than the mesh")
 
     def _check_lengths(self, contents: Contents) -> None:
         """No more numbers than a bundle of this size can hold, before any column is read."""
