@@ -74,16 +74,25 @@ def _check_file(
 ) -> str | tuple[str, ...] | None:
     """Check a file, or several, before any work; raises UserError if it cannot be written."""
     if given is not None and not context.resilient_parsing:
-        from stagewright.files import check_output_file
-
-        earlier: set[str] = context.meta.setdefault(_OUTPUTS, set())
+        outputs: dict[str, str] = context.meta.setdefault(_OUTPUTS, {})
         for path in (given,) if isinstance(given, str) else given:
-            check_output_file(path, force=bool(context.meta.get(_FORCED)))
-            real = os.path.realpath(path)
-            if real in earlier:
-                raise UserError(f"{path}: would be written twice; choose another name")
-            earlier.add(real)
+            check_output(path, outputs)
     return given
+
+
+def check_output(path: str, outputs: dict[str, str]) -> None:
+    """Raise a UserError for a file that cannot be written, or is one of the other outputs.
+
+    `outputs`: those checked before, by their real paths; this one is added.
+    """
+    from stagewright.files import check_output_file
+
+    check_output_file(path, force=forced())
+    real = os.path.realpath(path)
+    if (first := outputs.get(real)) is not None:
+        same = "" if first == path else f", as {first}, too"
+        raise UserError(f"{path}: would be written twice{same}; choose another name")
+    outputs[real] = path
 
 
 def output_file(*names: str, **more: Any) -> Callable[[_Command], _Command]:

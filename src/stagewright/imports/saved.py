@@ -58,7 +58,7 @@ _SIZE_SYNTAX = (
 
 _SIZE_TEXT = re.compile(r"[A-Za-z0-9_ (),=.+*/<>!%'-]*")
 """Characters of sizes. Without line ends, comments and escapes sympy reads what `ast` reads."""
-_POWERS = ("Pow", "PowByNatural", "FloatPow", "LShift", "RShift")
+_POWERS = frozenset({"Pow", "PowByNatural", "FloatPow", "LShift", "RShift"})
 _MAX_EXPONENT = 64
 
 _WORD = re.compile(r"[A-Za-z0-9_.:+-]*")
@@ -243,8 +243,9 @@ def _is_size(text: str) -> bool:
         return False
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            allowed = isinstance(node.func, ast.Name) and node.func.id in _SIZE_FUNCTIONS
-            if allowed and isinstance(node.func, ast.Name) and node.func.id in _POWERS:
+            name = node.func.id if isinstance(node.func, ast.Name) else ""
+            allowed = name in _SIZE_FUNCTIONS
+            if name in _POWERS:
                 allowed = len(node.args) == 2 and _is_small_power(*node.args)
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
             allowed = _is_small_power(node.left, node.right)

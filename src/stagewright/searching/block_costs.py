@@ -44,7 +44,7 @@ PIPELINE_SETTINGS = (
 )
 """Settings that decide which blocks run where and when, without effect on a block."""
 PER_LAYER_SETTINGS = ("recompute_num_layers", "cpu_offloading_num_layers")
-"""`PIPELINE_SETTINGS` settings that apply to some layers of a stage."""
+"""Those of `PIPELINE_SETTINGS` that apply to some layers of a stage."""
 STATE_SETTINGS = (
     *("dp", "zero", "dp_shard", "optimizer_cpu_offload", "optimizer_offload_fraction", "order"),
     *("overlap_param_gather", "grad_reduce", "overlap_moe_expert_parallel_comm"),
@@ -105,7 +105,7 @@ class BlockCosts:
     """
 
     tuple_of: Int
-    """Index of each candidate\'s row in the tables: [candidates]."""
+    """Index of each candidate's row in the tables: [candidates]."""
     tables: Mapping[str, Float]
     shards: Int
     """Ranks of dp in the tiny run, over which ZeRO shards states: [tuples]."""

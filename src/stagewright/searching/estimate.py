@@ -200,7 +200,7 @@ class _DpComm:
     """
 
     tuple_of: Int
-    """Index of each candidate\'s tuple: [candidates]."""
+    """Index of each candidate's tuple: [candidates]."""
     ranks_of_tuple: Sequence[_DpGroup]
     forward: Float
     """Gathers of a microbatch's forward pass."""

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from stagewright.errors import UserError, did_you_mean
 from stagewright.searching.lists import values_of
-from stagewright.time.hardware import SHARES_OF_A_LINK, Hardware, wanted_of
+from stagewright.time.hardware import Hardware, smaller_shares, wanted_of
 
 MOST_SYSTEMS = 100_000
 """Limit of combinations of specs."""
@@ -151,15 +151,13 @@ def with_specs(
         new = replaced(getattr(block, first), rest, value) if rest else value
         return block.model_copy(update={first: new})
 
-    specs_of_links = dict(specs)
+    all_specs = dict(specs)
     for path, value in specs.items():
         link, _, name = path.rpartition(".")
         if name == "bandwidth_fraction" and link in ("scale_up", "scale_out"):
-            before = getattr(hardware, link)
-            for share in SHARES_OF_A_LINK:
-                scaled = getattr(before, share) * value / before.bandwidth_fraction
-                specs_of_links.setdefault(f"{link}.{share}", min(1.0, scaled))
-    for path, value in specs_of_links.items():
+            shares = smaller_shares(getattr(hardware, link).model_dump(), value)
+            all_specs |= {f"{link}.{n}": x for n, x in shares.items() if f"{link}.{n}" not in specs}
+    for path, value in all_specs.items():
         hardware = replaced(hardware, path.split("."), value)
     text = ", ".join(f"{(names or {}).get(p, p)}={value:.12g}" for p, value in specs.items())
     return hardware.model_copy(update={"name": f"{hardware.name} {text}"})

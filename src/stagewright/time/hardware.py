@@ -647,8 +647,14 @@ def _with_base(
     return _overlay(base_values, values), base_sources | sources
 
 
-SHARES_OF_A_LINK = ("medium_fraction", "low_latency_fraction")
-"""Shares that smaller messages reach: they follow `bandwidth_fraction` where only that is given."""
+def smaller_shares(link: Mapping[str, Any], bandwidth_fraction: float) -> dict[str, float]:
+    """Shares of the bandwidth that smaller messages reach, in proportion to another large share.
+
+    A measurement of large messages alone would else leave medium ones as fast as before.
+    """
+    ratio = bandwidth_fraction / link["bandwidth_fraction"]
+    names = ("medium_fraction", "low_latency_fraction")
+    return {name: min(1.0, link[name] * ratio) for name in names if name in link}
 
 
 def _overlay(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -656,10 +662,9 @@ def _overlay(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, An
     for key, value in values.items():
         nested = isinstance(value, dict) and isinstance(base.get(key), dict)
         result[key] = _overlay(base[key], cast("dict[str, Any]", value)) if nested else value
-    large, before = values.get("bandwidth_fraction"), base.get("bandwidth_fraction")
-    for share in SHARES_OF_A_LINK:
-        if share in base and share not in values and isinstance(large, int | float) and before:
-            result[share] = min(1.0, base[share] * large / before)
+    large = values.get("bandwidth_fraction")
+    if isinstance(large, int | float) and base.get("bandwidth_fraction"):
+        result |= {n: x for n, x in smaller_shares(base, large).items() if n not in values}
     return result
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from stagewright.cli.options import forced
+from stagewright.cli.options import check_output
 from stagewright.errors import Stopped, UserError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def check_outputs(paths: Sequence[str], given: object) -> None:
     `given`: settings, some texts of which are paths of files that the search reads.
     """
     from stagewright.api.result import OF_SEARCH, check_package, check_suffix
-    from stagewright.files import check_can_be_written, check_output_file
+    from stagewright.files import check_can_be_written
 
     for path in paths:
         check_suffix(path, OF_SEARCH)
@@ -36,14 +36,10 @@ def check_outputs(paths: Sequence[str], given: object) -> None:
             raise UserError(
                 f"{path}: would replace a file that this search reads; choose another name"
             )
-    names: dict[str, str] = {}
+    outputs: dict[str, str] = {}
     for path in paths:
-        check_output_file(path, force=forced())
+        check_output(path, outputs)
         check_can_be_written(path)
-        if (first := names.get(os.path.realpath(path))) is not None:
-            same = "" if first == path else f", as {first}, too"
-            raise UserError(f"{path}: would be written twice{same}; choose another name")
-        names[os.path.realpath(path)] = path
 
 
 def check_hardware_files(paths: Sequence[str], given: object, systems: Iterable[Hardware]) -> None:
