@@ -96,7 +96,7 @@ def check_output(path: str, outputs: dict[str, str]) -> None:
 
 
 def output_file(*names: str, **more: Any) -> Callable[[_Command], _Command]:
-    """Add the option of a file that the command writes; add `FORCE`, too."""
+    """Option of a file that the command writes; such a command has `FORCE`, too."""
     return click.option(*names, metavar="FILE", callback=_check_file, **more)
 
 
