@@ -427,3 +427,44 @@ def test_classes_of_requests_are_a_list_of_rows_or_a_file(tmp_path: Path):
     )
     assert [of.name for of in of_list[0].workload.classes] == ["chat", "batch"]
     assert of_list[0].workload.classes == of_file[0].workload.classes
+
+
+@pytest.mark.parametrize("specs", [{}, {"memory_gb": 79}])
+def test_written_files_serve_as_the_choice_did(specs, tmp_path: Path, capfd):
+    """Prompts on one machine and decode on another: the files name both, and all instances."""
+    load = {"rate": 100, "isl": 900, "osl": 40, "num_requests": 150, "layers": 4}
+    limits = {"ttft": 60, "tpot": 3, "max_num_batched_tokens": 4096, "objective": "cost"}
+    systems = ["h100-sxm", "b200"]
+    if specs:
+        (tmp_path / "mine.yaml").write_text(
+            json.dumps({"base": "h100-sxm", "name": "mine"} | specs)
+        )
+        systems[0] = str(tmp_path / "mine.yaml")
+    found = sw.search_serving(
+        "llama3.1-8b", systems, tp="1,2", pp=1, gpus=8, pairs=40, **limits, **load
+    )
+    ranking = found.ranking
+    mixed = next(
+        each
+        for each in ranking.choices
+        if each.prompts is not None
+        and ranking.rows.hardware(each.prompts) != ranking.rows.hardware(each.layout)
+    )
+    found = replace(found, ranking=replace(ranking, disaggregated=(), aggregated=[
+        ranking.choices.index(mixed)
+    ]))  # fmt: skip
+    files = found.write(tmp_path / "best.yaml")
+    assert str(tmp_path / "best.pools.yaml") in files
+    assert "# - {serves: prefill, instances: " in found.run_file()
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in load.items()]
+    words = [word for word in words if "layers" not in word and "requests" not in word]
+    words += [f"--num-requests={mixed.simulated.summary.requests}", "--ttft=60ms", "--tpot=3ms"]
+    config = ["--config", str(tmp_path / "best.yaml"), "--pools", str(tmp_path / "best.pools.yaml")]
+    with pytest.raises(SystemExit):
+        main(["serve", *config, *words, "--json"])
+    served = json.loads(capfd.readouterr().out)
+    assert served["gpus"] == mixed.simulated.gpus
+    assert served["ttft"] == pytest.approx(mixed.simulated.summary.values()["ttft"])
+    assert [row["hardware"] for row in served["pools"]] == [
+        group.instance.machine.hardware.name for group in mixed.deployment.groups
+    ]

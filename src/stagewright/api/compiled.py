@@ -10,7 +10,7 @@ from types import NoneType
 from typing import Any
 
 from stagewright.api.experiments import gpus_per_node
-from stagewright.api.result import PublicResult, check_type, path_text
+from stagewright.api.result import PublicResult, check_names, check_type, path_text
 from stagewright.lower.compile import compile as compile_run
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import ModelConfig
@@ -100,7 +100,7 @@ def compile(
     2008031232
     """
     check_type(config, "config as a ModelConfig", ModelConfig, NoneType)
-    check_type(table, "table as a mapping of layouts", Mapping, NoneType)
+    check_names(table, "table as a mapping of layouts")
     return with_views(compile_run(run_of(model, settings), config, table=table))
 
 

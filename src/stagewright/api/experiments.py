@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
-from stagewright.api.result import check_type, path_text
+from stagewright.api.result import check_names, path_text
 from stagewright.errors import UserError
 from stagewright.run.experiment import Experiment
 from stagewright.run.settings import Run
@@ -28,7 +27,7 @@ def load_experiment(
     path: str | Path | None, overrides: Mapping[str, Any] | None = None
 ) -> Experiment:
     """Like `load_run`, with the machine and the execution, which a run file may name."""
-    check_type(overrides, "overrides as a mapping of settings", Mapping, NoneType)
+    check_names(overrides, "overrides as a mapping of settings")
     if path is not None:
         path = path_text(path, "the path of a run file")
     return recorded.load_experiment(path, overrides, gpus_per_node)

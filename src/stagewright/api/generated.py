@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, cast
 
+from stagewright.api.result import path_text
 from stagewright.check.program import check_program
 from stagewright.errors import UserError
 from stagewright.lower.compiled_run import CompiledRun
@@ -17,7 +19,7 @@ from stagewright.trace.write import write
 
 def generate(
     compiled: CompiledRun,
-    out: str,
+    out: str | os.PathLike[str],
     *,
     format: str = "chakra",
     durations: str | None = None,
@@ -28,8 +30,8 @@ def generate(
 ) -> dict[str, Any]:
     """Write the trace of every rank into a directory; returns what its manifest.json holds.
 
-    Options are `ranks` (default: all) and those of `stagewright.trace.write.WriteOptions`.
-    `durations` is a CSV of measured kernels (`stagewright.time.measured`). `astra_sim` is the
+    Options are those of `stagewright generate`, such as `ranks` (default: all), `workers`, `force`.
+    `durations` is the path of a CSV of measured kernels. `astra_sim` is the
     hardware on which ASTRA-sim shall run the traces: its configuration and a script are written
     beside them. The manifest has all that repeats the run, and what was checked of the program
     before it was written. Raises `UserError` if `out` exists or cannot be written; nothing is left
@@ -43,7 +45,7 @@ def generate(
     """
     if not isinstance(cast("object", compiled), CompiledRun):
         raise UserError(f"got {compiled!r}, wanted the result of compile")
-    program = compiled.program
+    out, program = path_text(out, "the path of a folder"), compiled.program
     record = {**manifest(compiled, cluster, execution), "checks": check_program(program)}
     if durations is not None:
         program, coverage = measured(program, load(durations))

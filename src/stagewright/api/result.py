@@ -121,6 +121,13 @@ def check_type(value: object, wanted: str, *types: type) -> None:
         raise UserError(f"got {shown(value)}, wanted {wanted}")
 
 
+def check_names(values: object, wanted: str) -> None:
+    """Raise a UserError for anything but None or a mapping whose keys are names."""
+    keys = [*cast("Mapping[object, Any]", values)] if isinstance(values, Mapping) else [values]
+    if values is not None and not all(isinstance(key, str) for key in keys):
+        raise UserError(f"got {shown(cast('object', values))}, wanted {wanted} by name")
+
+
 def suffix_of(path: str | os.PathLike[str]) -> str:
     """The suffix of a file's name in small letters; `.yaml` also of `.yml`."""
     suffix = Path(path).suffix.lower()

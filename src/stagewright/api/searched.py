@@ -13,6 +13,7 @@ from stagewright.api.result import (
     OF_SEARCH,
     RUN_FILE,
     PublicResult,
+    check_names,
     check_type,
     known,
     no_such_row,
@@ -164,11 +165,10 @@ def search(
     Any setting of the run, the machine or the execution, and `gpus`, may be a list, or text with a
     range: `1,2,4`, `1:8`, `8:64:8`, `1:64:x2`. `vary`: lists of hardware specs by name. Open
     settings take several values by default; dp fills the GPUs. `config` overrides the configuration
-    of the model's name. `executor` runs the simulations; None: this process, one after the other
-    (`stagewright.executors.Processes`).
+    of the model's name. `executor` runs the simulations; None: this process, one after the other.
 
-    `space` adds families of settings to the default space, such as `hsdp,offload` or `full`
-    (`searching.defaults`). Options of the search (`searching.ranking.SearchOptions`):
+    `space` adds families of settings to the default space, such as `hsdp,offload` or `full`.
+    Options of the search:
 
     * `objective`: `time`, `memory`, `cost`, `energy`, `mfu`, or several, whose front is the result.
     * `top`: number of layouts to list.
@@ -186,7 +186,7 @@ def search(
     (1, 8, 4)
     """
     check_type(config, "config as a ModelConfig", ModelConfig, NoneType)
-    check_type(vary, "vary as a mapping of lists", Mapping, NoneType)
+    check_names(vary, "vary as a mapping of lists")
     check_type(hardware, "hardware as a name, a Hardware, or a list of these", *HARDWARE_TYPES)
     check_type(gpus, "gpus as a number, a list, or text", int, list, tuple, str, NoneType)
     space, options = settings.pop("space", None), pop_search_options(settings)
@@ -222,6 +222,8 @@ def pop_search_options(settings: dict[str, Any]) -> SearchOptions:
     objective: str | Sequence[str] = settings.pop("objective", "time")
     check_type(objective, "objective as a name, or a list of names", str, list, tuple)
     names = [objective] if isinstance(objective, str) else [*objective]
+    for name in names:
+        check_type(name, "the name of an objective", str)
     options: dict[str, Any] = {}
     for name in ("top", "most", "exact", "allow_oom", "all_variants"):
         value = settings.pop(name, None)

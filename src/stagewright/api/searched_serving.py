@@ -38,7 +38,6 @@ from stagewright.run.sections.serving import (
 from stagewright.run.settings import Run
 from stagewright.searching.lists import values_of
 from stagewright.searching.request import SearchRequest
-from stagewright.searching.run_file import printed_run_file, write_run_file
 from stagewright.searching.space import DIVIDES, DP_ALLOWED, Enumeration, Removed
 from stagewright.serving.command_lines import command_lines
 from stagewright.serving.deployment import slo_of
@@ -54,6 +53,7 @@ from stagewright.serving.search.answer import (
 )
 from stagewright.serving.search.bounds import LoadTotals
 from stagewright.serving.search.layouts import MAX_GPUS, layouts
+from stagewright.serving.search.run_files import printed_run_files, write_run_files
 from stagewright.serving.search.simulated import ServingLoad
 from stagewright.serving.workload import Workload
 from stagewright.texttable import Table
@@ -129,8 +129,8 @@ class ServingSearch(PublicResult):
         return command_lines(self._choice(row).deployment, engine)
 
     def run_file(self, row: int = 1) -> str:
-        """The layout of one of the best as a run file in YAML."""
-        return printed_run_file(self.ranking.rows, self._choice(row).layout)
+        """The layout that decodes as a run file in YAML; all groups of instances as comments."""
+        return printed_run_files(self.ranking.rows, self._choice(row))
 
     def _choice(self, row: int) -> ServingChoice:
         return self.ranking.choices[self._index(row)]
@@ -173,10 +173,10 @@ class ServingSearch(PublicResult):
         """Write a file in the format of its suffix; returns the names of files.
 
         `.csv`, `.parquet` (needs the extra `polars`) and `.json`: all choices; `.html`: a page;
-        `.yaml`: the run file of the layout of `row`.
+        `.yaml`: the run file of `row`, and next to it its groups of instances (`--pools`).
         """
         if suffix_of(path_text(path)) == RUN_FILE:
-            return write_run_file(self.ranking.rows, self._choice(row).layout, os.fspath(path))
+            return write_run_files(self.ranking.rows, self._choice(row), os.fspath(path))
         return super().write(path)
 
     def _rows(self) -> Table:

@@ -218,7 +218,7 @@ def serve(
 ) -> Serving:
     """Serve requests over time on engines with a layout of a model.
 
-    `settings` are those of the workload and of the engines (`stagewright.run.sections.serving`), of
+    `settings` are those of the workload and of the engines (the options of `stagewright serve`), of
     a run in inference (`tp`, `pp`, `dp`, `kv_cache_dtype`, ...), of the machine and of the
     execution. `scheduler` is a name, or an object with a method `schedule`. `pools`, `stages` and
     `classes` are paths of files, or lists of rows, each a mapping of settings. `workload` replaces

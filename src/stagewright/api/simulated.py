@@ -10,7 +10,7 @@ from types import NoneType
 from typing import Any
 
 from stagewright.api.compiled import Asked, compile, run_of, with_views
-from stagewright.api.result import PublicResult, check_type
+from stagewright.api.result import PublicResult, check_type, path_text
 from stagewright.errors import UserError
 from stagewright.files import write_text
 from stagewright.lower.compile import compile as compile_run
@@ -115,13 +115,19 @@ def simulate(
 ) -> Simulation:
     """Simulate one step on a machine: its time, where it goes, memory.
 
-    `hardware` is a name (`stagewright hardware` lists them), a YAML file, a `Hardware`, or a
-    `Machine`, which has a topology and an algorithm of its own; a `ClusterSection` says all of the
-    machine at once. `settings` are those of the run, of the machine (`nodes`, `gpus`, `topology`,
-    `algorithm`, `stragglers`: `stagewright.run.sections.cluster`) and of the execution
-    (`no_overlap`, `prefetch`, ...: `stagewright.run.sections.execution`); settings by name have
-    precedence over `execution`. With `nodes` or `gpus` and without `dp`, dp fills them. `durations`
-    is a CSV of measured kernels and collectives (`stagewright.time.measured`).
+    `what` is the name of a model, a `Run`, or the result of `compile`. `hardware` is a name
+    (`stagewright hardware` lists them) or the path of a YAML file. `settings` are those of the run
+    (fields of `Run`), of the machine (`nodes`, `gpus`, `topology`, `algorithm`, `stragglers`,
+    `price`, ...) and of the execution (`no_overlap`, `prefetch`, ...): the options of `stagewright
+    simulate` by their names, with `_` for `-`. With `nodes` or `gpus` and without `dp`, dp fills
+    them. `durations` is the path of a CSV of measured kernels and collectives. `progress` is called
+    with the number of finished tasks, and of all. Raises `UserError` for settings that cannot be
+    combined.
+
+    >>> import stagewright as sw
+    >>> step = sw.simulate("gpt2", "h100-sxm", layers=2, seq_length=8, tp=2)
+    >>> step.fits, step.tokens
+    (True, 8)
     """
     check_type(execution, "execution as an Execution", Execution, NoneType)
     cluster, how, settings = _sections(hardware, execution, settings)
@@ -210,6 +216,7 @@ def report(
     >>> page.startswith("<!doctype html>")
     True
     """
+    out = None if out is None else path_text(out)
     step = what if isinstance(what, SimulatedStep) else None
     if isinstance(what, SimulatedStep):
         what = what.compiled
@@ -219,5 +226,5 @@ def report(
     compiled = what if isinstance(what, CompiledRun) else compile(what, **settings)
     text = html_page(compiled, step)
     if out is not None:
-        write_text(os.fspath(out), text)
+        write_text(out, text)
     return text

@@ -44,6 +44,8 @@ def resolve(name_or_path: str, as_family: str = "") -> ModelConfig:
     >>> model.num_layers, model.hidden_size, model.num_query_groups
     (32, 4096, 8)
     """
+    if not isinstance(cast("object", name_or_path), str):
+        raise UserError(f"got {shown(name_or_path)}, wanted the name of a model, or a path")
     if as_family and (name_or_path in PRESETS or name_or_path.endswith(".stg")):
         raise UserError(
             f"--as {shown(as_family)} is for config.json files, and {shown(name_or_path)} is "

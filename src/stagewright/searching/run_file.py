@@ -118,7 +118,7 @@ def run_file(candidates: Candidates, index: int, hardware: str | None = None) ->
         hardware = hardware_file_name(system)
     if hardware is not None:
         values["hardware"] = hardware
-    return "".join(_line(name, _yaml_value(value)) for name, value in values.items())
+    return "".join(_line(name, yaml_value(value)) for name, value in values.items())
 
 
 def printed_run_file(candidates: Candidates, index: int) -> str:
@@ -137,11 +137,11 @@ def _line(name: str, value: Any) -> str:
     return f"{name}: {yaml.safe_dump(value, default_flow_style=True, width=10**6)}"
 
 
-def _yaml_value(value: Any) -> Any:
-    """Value of YAML's types."""
+def yaml_value(value: Any) -> Any:
+    """Value of YAML's types: sorted lists for sets, lists for tuples."""
     if isinstance(value, frozenset):
         return sorted(value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    return [_yaml_value(item) for item in value] if isinstance(value, tuple) else value  # pyright: ignore
+    return [yaml_value(item) for item in value] if isinstance(value, tuple) else value  # pyright: ignore
 
 
 def hardware_path(run_file_path: str | Path) -> Path:

@@ -17,6 +17,26 @@ from stagewright.errors import UserError, either
 from stagewright.serving.deployment import Deployment, InstanceGroup
 from stagewright.serving.schedulers.named import schedules_ahead
 
+_JOINING = {
+    "vllm": [
+        "# instances on one host need a --port and a VLLM_NIXL_SIDE_CHANNEL_PORT (5600) each",
+        "# clients send to a proxy: toy_proxy_server.py in vLLM's tests/v1/kv_connector/"
+        "nixl_integration, with --prefiller-hosts, --prefiller-ports, --decoder-hosts, "
+        "--decoder-ports",
+    ],
+    "sglang": [
+        "# instances on one host need a --port each, and for prefill a "
+        "--disaggregation-bootstrap-port (8998) each",
+        "# clients send to a router: python3 -m sglang_router.launch_router --pd-disaggregation "
+        "--prefill http://HOST:PORT BOOTSTRAP_PORT --decode http://HOST:PORT",
+    ],
+    "trtllm": [
+        "# instances on one host need a --port each",
+        "# clients send to trtllm-serve disaggregated -c FILE, with urls of context_servers "
+        "(prefill) and generation_servers (decode)",
+    ],
+}
+"""Comments on how instances for prefill and for decode are reached, by engine."""
 HUB = "https://huggingface.co/"
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt-llm"}
 """Scheduler of each engine."""
@@ -52,7 +72,7 @@ def command_lines(deployment: Deployment, engine: str) -> list[str]:
             f"# {count} x {group.instance.gpus} x {group.instance.machine.hardware.name}{role}"
         )
         lines += _WRITERS[engine](group)
-    return lines
+    return lines + _JOINING[engine] * deployment.disaggregated
 
 
 def _model(group: InstanceGroup) -> str:

@@ -105,3 +105,20 @@ def test_tensorrt_llm():
 def test_another_engine_than_the_one_that_was_timed_is_refused():
     with pytest.raises(UserError, match="was timed with scheduler vllm"):
         command_lines(Deployment((group("vllm"),)), "sglang")
+
+
+@pytest.mark.parametrize(
+    ("engine", "proxy"),
+    [
+        ("vllm", "toy_proxy_server.py"),
+        ("sglang", "sglang_router.launch_router"),
+        ("trtllm", "disaggregated -c"),
+    ],
+)
+def test_instances_for_prefill_and_for_decode_need_ports_and_a_proxy(engine: str, proxy: str):
+    of = group(engine)
+    both = Deployment((replace(of, role="prefill"), replace(of, role="decode")))
+    *_, ports, clients = command_lines(both, engine)
+    assert "need a --port" in ports
+    assert proxy in clients
+    assert not any(proxy in line for line in command_lines(Deployment((of,)), engine))

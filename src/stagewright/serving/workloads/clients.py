@@ -7,7 +7,7 @@ them (`--save-detailed`, `--output-details`) a list for each key with a value fo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 from reprlib import repr as shown
 from typing import Any, cast
@@ -25,6 +25,8 @@ TOTALS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Key of a figure (ms) of each of our times, by tool."""
+ROUNDING = 1e-3
+"""Share by which rounded gaps may add up to more than a latency."""
 _OF_AIPERF = ("time_to_first_token", "request_latency")
 FIGURE_WORDS: Mapping[str, tuple[str, ...]] = {
     "mean": ("mean", "avg"),
@@ -109,7 +111,8 @@ def rows_of_result(
     """Keys and values of each request of a result, and where it is.
 
     Where the client does not say when it sent requests, they arrive as its rate says. Where
-    `latencies` lacks (older vLLM, SGLang), they are `ttfts` and the sum of `itls`.
+    `latencies` lacks (older vLLM, SGLang), they are `ttfts` and the sum of `itls`. Raises UserError
+    for gaps that cannot be: no seconds, or more of them than the request took.
     """
     lengths: list[Any] = result["input_lens"]
     count = len(lengths)
@@ -126,11 +129,16 @@ def rows_of_result(
         columns[key] = column
     if "start_times" not in columns:
         columns["start_times"] = _drawn(result, count, where)
-    gaps = columns.pop("itls", None)
-    if "latencies" not in columns and gaps is not None and "ttfts" in columns:
-        columns["latencies"] = [
-            _sum(first, rest) for first, rest in zip(columns["ttfts"], gaps, strict=True)
+    gaps = [
+        _sum_of_gaps(values, f"{where}, request {number}")
+        for number, values in enumerate(columns.pop("itls", [None] * count), 1)
+    ]
+    if "ttfts" in columns:
+        last = [
+            first + total if total is not None and isinstance(first, int | float) else None
+            for first, total in zip(columns["ttfts"], gaps, strict=True)
         ]
+        _check_latencies(last, columns.setdefault("latencies", last), where)
     for number, values in enumerate(zip(*columns.values(), strict=True), 1):
         yield f"{where}, request {number}", dict(zip(columns, values, strict=True))
 
@@ -155,10 +163,27 @@ def _drawn(result: Mapping[str, Any], count: int, where: str) -> list[float]:
     return times
 
 
-def _sum(first: Any, gaps: Any) -> float | None:
-    """Seconds to the last token; None where there are no numbers."""
-    values: list[Any] = [first, *cast("list[Any]", gaps)] if isinstance(gaps, list) else [None]
-    return math.fsum(values) if all(isinstance(value, int | float) for value in values) else None
+def _sum_of_gaps(gaps: Any, where: str) -> float | None:
+    """Seconds of a request from its first token to its last; None where gaps are not known."""
+    if gaps is None:
+        return None
+    if not isinstance(gaps, list):
+        raise UserError(f"{where}: itls is {shown(gaps)}, wanted a list of seconds")
+    values = cast("list[Any]", gaps)
+    for value in values:
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise UserError(f"{where}: itls has {shown(value)}, wanted seconds, 0 or more")
+    return math.fsum(values)
+
+
+def _check_latencies(last: Sequence[float | None], latencies: Sequence[Any], where: str) -> None:
+    """Raise UserError where the gaps of a request end later than its latency says."""
+    for number, (end, latency) in enumerate(zip(last, latencies, strict=True), 1):
+        if end and type(latency) in (int, float) and end > latency * (1 + ROUNDING):
+            raise UserError(
+                f"{where}, request {number}: ttfts and itls add up to {end:g} s, its latency is "
+                f"{latency:g} s; wanted gaps that end with the request"
+            )
 
 
 def _number(result: Mapping[str, Any], key: str) -> float | None:

@@ -51,6 +51,21 @@ def check_hardware_files(paths: Sequence[str], given: object, systems: Iterable[
         check_outputs([*paths, *hardware], given)
 
 
+def check_files_of_instances(
+    paths: Sequence[str], given: object, systems: Iterable[Hardware]
+) -> None:
+    """Check files next to the run files of a search for serving: groups, and their hardware."""
+    from stagewright.searching.run_file import is_packaged
+    from stagewright.serving.search.run_files import pools_path, prefill_hardware_path
+
+    systems, run_files = [*systems], [path for path in paths if is_run_file(path)]
+    check_hardware_files(paths, given, systems)
+    further = [pools_path(path) for path in run_files]
+    if not all(map(is_packaged, systems)):
+        further += [prefill_hardware_path(path) for path in run_files]
+    check_outputs([*paths, *map(str, further)], given)
+
+
 def is_run_file(path: str) -> bool:
     """True if a run is written there, and not all candidates."""
     from stagewright.api.result import RUN_FILE, suffix_of

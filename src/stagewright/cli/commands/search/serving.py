@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from stagewright.cli import output, runs
-from stagewright.cli.commands.search.files import check_hardware_files, is_run_file, write_files
+from stagewright.cli.commands.search.files import check_files_of_instances, is_run_file, write_files
 from stagewright.cli.progress import shown
 from stagewright.errors import UserError
 
@@ -79,7 +79,8 @@ def search_serving(
     question = asked_serving(given, config, hardware=hardware, vary=vary)
     if engine is not None:
         check_engine(engine, [of.scheduler for of in question.engines])
-    check_hardware_files(out, read, [fleet.hardware for fleet in question.request.space.fleets])
+    systems = [fleet.hardware for fleet in question.request.space.fleets]
+    check_files_of_instances(out, read, systems)
     output.show_notes(question.request.notes)
     begin = time.perf_counter()
     with shown("steps of the search") as bar:

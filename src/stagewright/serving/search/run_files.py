@@ -1,0 +1,99 @@
+"""Files of a choice for `stagewright serve`: the layout that decodes, and all groups of instances.
+
+`serve --config best.yaml --pools best.pools.yaml`, with the options of the load, serves as the
+search did. Other commands take the first file alone: `simulate --config best.yaml` is a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from stagewright.files import write_text
+from stagewright.run.sections.serving import EngineSection
+from stagewright.searching.candidates import Candidates
+from stagewright.searching.run_file import (
+    hardware_file,
+    is_packaged,
+    printed_run_file,
+    write_run_file,
+    yaml_value,
+)
+from stagewright.serving.search.answer import ServingChoice
+
+_OF_ALL = ("model", "mode", "max_model_len", "kv_block_size")
+"""Settings of a run in which groups of instances cannot differ."""
+
+
+def pools_path(run_file: str | Path) -> Path:
+    """Path of the file of groups next to a run file.
+
+    >>> pools_path("runs/best.yaml").name
+    'best.pools.yaml'
+    """
+    path = Path(run_file)
+    return path.with_name(f"{path.stem}.pools.yaml")
+
+
+def prefill_hardware_path(run_file: str | Path) -> Path:
+    """Path of the hardware file of prefill instances next to a run file.
+
+    >>> prefill_hardware_path("runs/best.yaml").name
+    'best.prefill.hardware.yaml'
+    """
+    path = Path(run_file)
+    return path.with_name(f"{path.stem}.prefill.hardware.yaml")
+
+
+def write_run_files(rows: Candidates, choice: ServingChoice, path: str | Path) -> list[str]:
+    """Write the files of a choice; returns their names."""
+    pools, hardware = pools_path(path), prefill_hardware_path(path)
+    other = choice.prompts is not None and not is_packaged(rows.hardware(choice.prompts))
+    written = write_run_file(rows, choice.layout, path)
+    if other and choice.prompts is not None:
+        write_text(hardware, hardware_file(rows, choice.prompts))
+        written.append(str(hardware))
+    write_text(
+        pools,
+        f"# stagewright serve --config {path} --pools {pools}, and the options of the load\n"
+        + _groups(rows, choice, str(hardware) if other else None),
+    )
+    return [*written, str(pools)]
+
+
+def printed_run_files(rows: Candidates, choice: ServingChoice) -> str:
+    """Run file of the layout that decodes; groups of instances, a file for --pools, as comments."""
+    groups = _groups(rows, choice, None).splitlines()
+    commented = "".join(f"# {line}\n" for line in ("--pools of stagewright serve:", *groups))
+    return printed_run_file(rows, choice.layout) + commented
+
+
+def _groups(rows: Candidates, choice: ServingChoice, prefill_hardware: str | None) -> str:
+    """Rows of `--pools`: role, instances, hardware, and settings of layout and engines."""
+    layouts = [choice.layout] if choice.prompts is None else [choice.prompts, choice.layout]
+    decode = rows.run(choice.layout).given()
+    text = ""
+    for group, layout in zip(choice.deployment.groups, layouts, strict=True):
+        run, hardware = rows.run(layout), rows.hardware(layout)
+        row: dict[str, Any] = {"serves": group.role, "instances": group.settings.instances}
+        if layout != choice.layout:
+            row["hardware"] = prefill_hardware or hardware.name
+        names = (name for name in {**decode, **run.given()} if name not in _OF_ALL)
+        row |= {name: yaml_value(getattr(run.unresolved(), name)) for name in names}
+        text += f"- {_flow(row | _engine_settings(group.settings))}"
+    return text
+
+
+def _engine_settings(settings: EngineSection) -> dict[str, Any]:
+    """Settings of engines that are not defaults."""
+    values = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name != "instances"}
+    default = EngineSection()
+    return {name: value for name, value in values.items() if value != getattr(default, name)}
+
+
+def _flow(row: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(row), default_flow_style=True, sort_keys=False, width=10**6)
