@@ -1,0 +1,16 @@
+"""Recorded steps: traces of PyTorch's profiler, read, linked, replayed, and written for Chakra.
+
+One file of the profiler is one rank. Its way through the room:
+
+- `rank`: `RankTrace`, what all else works on. Kernels, the calls that launched them, and the ops
+  that made these calls are plain objects with times in whole nanoseconds;
+- `read`: Kineto JSON (or Perfetto's `.pftrace`) to `RankTrace`s, one per file, cut to a step;
+- `kernels`: the type of each kernel: products with m, n, k, attention, collectives with bytes;
+- `ranks`: several ranks on one clock; transfer and waiting of each collective;
+- `link`: the graph of host segments, waits and kernels: who waits for whom;
+- `replay`: the graph executed again, as recorded or with a change;
+- `chakra`: the kernels of all ranks as a `Program`, which the trace writers take.
+
+Shapes and names of data types are those of `program.columns`, so that a recorded kernel and one of
+a simulated step can be compared.
+"""
