@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import stagewright
+from cases import cases
 from stagewright.check.verify import verify
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
@@ -141,30 +142,7 @@ def test_modules_keep_off(path: Path):
     assert list(faults(tree, path.relative_to(SOURCE).as_posix())) == []
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "eval('1')",
-        "exec(text)",
-        "compile(text, 'x', 'eval')",
-        "import pickle",
-        "from subprocess import run",
-        "import urllib.request",
-        "os.system('ls')",
-        "yaml.load(text)",
-        "yaml.load(text, yaml.Loader) if 0 else yaml.unsafe_load(text)",
-        "np.load('x', allow_pickle=True)",
-        "importlib.import_module(name)",
-        "open('x', 'w')",
-        "path.open(mode='ab')",
-        "path.open('rb')",
-        "Path(name).read_bytes()",
-        "np.fromfile(path)",
-        "Path('x').write_text('y')",
-        "shutil.rmtree(path)",
-        "os.remove(path)",
-    ],
-)
+@cases
 def test_what_is_looked_for_is_found(line: str):
     assert list(faults(ast.parse(line), "module.py"))
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
+from cases import cases
 from spmd import TINY, case, single
 from stagewright.graph.node import Graph
 from stagewright.model.layers import Reach
@@ -83,18 +84,7 @@ def test_a_mix_keeps_the_sum_of_the_streams() -> None:
     np.testing.assert_allclose(got.sum(-1), 1, atol=0.2)  # after three of them
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"seq_length": 1000}, "no multiple of the 128 positions .* use 896 or 1024"),
-        ({"tp": 32}, "tp=32 does not divide the 16 groups of attention heads"),
-        ({"cp": 2}, "reads .* use cp_comm_type=all_gather"),
-        ({"mode": "prefill", "cp": 2}, "a compressed key .* is made of neighbouring tokens"),
-        ({"mode": "decode", "prefill": "tp=8"}, "keeps compressed keys and states"),
-        ({"mode": "decode", "dcp": 2, "tp": 2}, "dcp=2 spreads"),
-        ({"mtp_num_layers": 1}, "mtp_num_layers is 1, wanted 0 with several residual streams"),
-    ],
-)
+@cases
 def test_what_is_refused(settings: dict[str, object], said: str) -> None:
     with pytest.raises(sw.UserError, match=said):
         sw.compile(sw.Run(model=V4, layers=3, **settings))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
+from cases import cases
 from spmd import TINY, case, single
 from stagewright.blocks import Recipe
 from stagewright.graph.node import Graph, Node
@@ -161,16 +162,7 @@ def test_indexers_that_no_model_can_have() -> None:
             replace(tiny, **fields)
 
 
-@pytest.mark.parametrize(
-    ("model", "settings", "message"),
-    [
-        ("deepseek-v3.2", {"cp": 2}, "cp_comm_type=p2p: .* use cp_comm_type=all_gather"),
-        ("minimax-m3", {"cp": 2, "cp_comm_type": "a2a"}, "cp_comm_type=a2a: .*=all_gather"),
-        ("glm-5", {"mode": "decode", "tp": 8, "dcp": 2}, "dcp=2 spreads the tokens of a request"),
-        ("glm-5", {"mode": "prefill", "mla": "naive"}, "mla=naive expands the latents"),
-        ("minimax-m3", {"mode": "decode", "tp": 8, "dcp": 2}, "dcp=2 spreads the tokens"),
-    ],
-)
+@cases
 def test_what_an_indexer_does_not_go_with(
     model: str, settings: dict[str, Any], message: str
 ) -> None:

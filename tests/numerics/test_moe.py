@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from cases import cases
 from effort import some
 from invariants import check as check_program
 from spmd import check as same_as_one_device
@@ -357,20 +358,7 @@ def reductions(settings: dict[str, Any]) -> dict[bool, Counter[str]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "experts", "others"),
-    [
-        ("dp", "all_reduce dp/edp", "all_reduce dp/edp"),
-        ("ep", "", "all_reduce dp/ep"),
-        ("ep inside dp", "all_reduce edp", "all_reduce dp"),
-        ("edp fastest", "all_reduce edp", "all_reduce dp"),
-        ("ep over tp", "", ""),
-        ("etp 1, sp", "", "all_reduce dp"),
-        ("ep over cp", "all_reduce dp/edp", "all_reduce cp/ep+dp/edp"),
-        ("zero 1", "reduce_scatter edp", "reduce_scatter dp"),
-        ("tp + sp + cp, zero 1", "reduce_scatter dp/edp", "reduce_scatter cp/ep+dp/edp"),
-    ],
-)
+@cases
 def test_gradients_of_experts_are_reduced_over_their_copies(
     name: str, experts: str, others: str
 ) -> None:
@@ -487,38 +475,7 @@ def test_groups_of_ep_and_of_the_copies_of_experts() -> None:
     assert found["dp"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
-@pytest.mark.parametrize(
-    ("model", "settings", "wanted"),
-    [
-        ("moe", {"dp": 3, "ep": 3}, "ep=3 does not divide the 4 experts of moe; use 1, 2 or 4"),
-        (
-            "dense",
-            {"dp": 2, "ep": 2},
-            "dense is a dense model; ep=2 needs a mixture-of-experts model; use ep=1",
-        ),
-        (
-            "dense",
-            {"tp": 2, "etp": 2},
-            "dense is a dense model; etp=2 needs a mixture-of-experts model; use etp=1",
-        ),
-        (
-            "moe",
-            {"tp": 2, "ep": 2},
-            "etp=2 (as tp) x ep=2 does not divide the 2 ranks of tp=2 x cp=1 x dp=1, which share "
-            "the experts; use etp=1 or dp=2 or a multiple",
-        ),
-        (
-            "moe",
-            {"dp": 3, "etp": 3},
-            "etp=3 does not divide the width 8 of an expert of moe; use 1, 2, 4 or 8",
-        ),
-        (
-            "moe",
-            {"tp": 4, "dp": 3, "ep": 2, "etp": 6},
-            "etp=6 does not divide the width 8 of an expert of moe; use 1, 2, 4 or 8",
-        ),
-    ],
-)
+@cases
 def test_refused(model: str, settings: dict[str, Any], wanted: str) -> None:
     dense = replace(MOE, name="dense", num_experts=0, top_k=0, moe_ffn_hidden_size=0)
     with pytest.raises(UserError) as info:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cases import cases
 from invariants import check as check_invariants
 from stagewright import generate
 from stagewright.check.program import check_program
@@ -330,16 +331,7 @@ def test_files_that_are_refused(tmp_path: Path, text: str, wanted: str) -> None:
     assert wanted in str(info.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [
-        ("none", "cannot be read: "),
-        (".", "cannot be read: "),
-        ("nul\0", "cannot be read: "),
-        ("bytes", "is not text in UTF-8; wanted the loads of experts in CSV or JSON"),
-        ("huge", "over 16000000 bytes; wanted the loads of experts in CSV or JSON"),
-    ],
-)
+@cases
 def test_what_is_no_file_of_loads(tmp_path: Path, name: str, wanted: str) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff\xfe1,2")
     (tmp_path / "huge").write_bytes(b"1" * 16_000_001)
@@ -347,36 +339,7 @@ def test_what_is_no_file_of_loads(tmp_path: Path, name: str, wanted: str) -> Non
         compile(Run(model="moe", seq_length=16, expert_load=str(tmp_path / name)), MOE)
 
 
-@pytest.mark.parametrize(
-    ("settings", "wanted"),
-    [
-        (
-            {"tp": 2, "ep": 2, "etp": 1, "expert_load": "x"},
-            "expert_load: ep spans ranks of tp, and without sequence parallelism these hold "
-            "identical tokens; set sequence_parallel",
-        ),
-        (
-            {"moe_pad_expert_input_to_capacity": True},
-            "moe_pad_expert_input_to_capacity pads to moe_expert_capacity_factor; set it, or drop "
-            "moe_pad_expert_input_to_capacity",
-        ),
-        (
-            {"moe_token_dispatcher_type": "allgather", "moe_expert_capacity_factor": 1.5},
-            "moe_expert_capacity_factor=1.5 needs copies that go to their experts, got "
-            "moe_token_dispatcher_type=allgather; use alltoall, or drop the factor",
-        ),
-        (
-            {"moe_token_dispatcher_type": "allgather", "moe_apply_probs": "input"},
-            "moe_apply_probs=input needs moe_token_dispatcher_type=alltoall, got allgather; use "
-            "alltoall, or moe_apply_probs=experts",
-        ),
-        (
-            {"moe_router_load_balancing_type": "seq_aux_loss"},
-            "moe_router_load_balancing_type=seq_aux_loss does nothing with moe_aux_loss_coeff=0; "
-            "set moe_aux_loss_coeff, such as 0.01, or drop it",
-        ),
-    ],
-)
+@cases
 def test_settings_that_contradict(settings: dict[str, Any], wanted: str) -> None:
     with pytest.raises(UserError) as info:
         compile(Run(model="moe", seq_length=16, **settings), MOE)

@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 import pytest
 
 import stagewright as sw
+from cases import cases
 from effort import times
 from linear_times import LinearTimes
 from one_pool import serve
@@ -414,31 +415,7 @@ ONE = ("--rate", "1", "--isl", "1", "--osl", "1")
 DRAFTS = (*ONE, "--num-speculative-tokens", "2", "--acceptance-length", "2")
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ((), "give one of --requests"),
-        (("--rate", "1"), "give --isl and --osl"),
-        (("--rate", "0", "--isl", "1", "--osl", "1"), "rate"),
-        (("--rate", "1", "--isl", "1", "--osl", "1", "--router", "round"), "--router"),
-        (("--rate", "1", "--isl", "1", "--osl", "1", "--scheduler", "vlm"), "did you mean 'vllm'"),
-        (
-            ("--rate", "1", "--isl", "1", "--osl", "1", "--scheduler", "no:no"),
-            "entry point of",
-        ),
-        (("--rate", "1", "--isl", "200000", "--osl", "1"), "no request can be served"),
-        (("--rate", "1", "--isl", "1", "--osl", "1", "--max-num-seqs", "9000"), "max-num-seqs"),
-        (("--rate", "1", "--isl", "1", "--osl", "1", "--tp", "3"), "tp"),
-        ((*ONE, "--num-speculative-tokens", "2"), "give --acceptance-length (1 to 3)"),
-        ((*ONE, "--num-speculative-tokens", "2", "--acceptance-length", "4"), "wanted 1 to 3"),
-        ((*ONE, "--acceptance-rate", "0.5"), "give --num-speculative-tokens"),
-        ((*ONE, "--speculative-method", "mtp"), "without --num-speculative-tokens"),
-        ((*ONE, "--kv-transfer", "layer"), "--kv-transfer is of --prefill-instances"),
-        ((*DRAFTS, "--speculative-method", "eagle3"), "needs --speculative-model"),
-        ((*DRAFTS, "--speculative-model", "gpt2"), "has the same tokens"),
-        ((*DRAFTS, "--speculative-method", "mtp", "--pp", "2"), "use pp=1"),
-    ],
-)
+@cases
 def test_bad_options_are_one_line(capfd, words, says):
     assert code(*words) == 2
     out, err = capfd.readouterr()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
+from cases import cases
 from linear_times import LinearTimes
 from stagewright.api.deployment import instance_events
 from stagewright.errors import UserError
@@ -176,21 +177,7 @@ def test_autoscaling_ends_where_nothing_can_change():
     assert not any(map(math.isfinite, done.records.finish))
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"fail_at": "x"}, "--fail-at: 'x' is no failure"),
-        ({"fail_at": "1:2"}, "of instances 0 to 1"),
-        ({"fail_at": "-1:0"}, "is no failure"),
-        ({"fail_at": "nan:0"}, "is no failure"),
-        ({"on_failure": "fail"}, "--on-failure is of --fail-at"),
-        ({"start_up_time": 5.0}, "--start-up-time is of --fail-at and --max-instances"),
-        ({"adjustment_interval": 5.0}, "--adjustment-interval is of --max-instances"),
-        ({"min_instances": 3}, "must lie between"),
-        ({"max_instances": 1}, "must lie between"),
-        ({"max_instances": 4, "kv_scale_down_threshold": 0.95}, "must be below"),
-    ],
-)
+@cases
 def test_bad_settings_are_one_line(settings, says):
     with pytest.raises(UserError) as error:
         instance_events(OperationSection(**settings), 2)

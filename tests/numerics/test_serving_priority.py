@@ -8,6 +8,7 @@ from itertools import accumulate
 
 import pytest
 
+from cases import cases
 from linear_times import LinearTimes
 from one_pool import serve
 from stagewright.api.workloads import workload_of
@@ -135,17 +136,7 @@ def test_classes_have_limits_of_their_own():
     assert kept["priority"] < kept["fcfs"]
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("3", "wanted a list of classes"),
-        ("- {share: 1}", "row 1: lacks name"),
-        ("- {name: a}\n- {name: a}", "several classes are 'a'"),
-        ("- {name: a, shar: 1}", "unknown 'shar'"),
-        ("- {name: a, share: 0}", "share is 0, wanted more than 0"),
-        ("- {name: a, priority: x}", "priority is 'x'"),
-    ],
-)
+@cases
 def test_bad_classes_are_one_line(tmp_path, text, says):
     path = tmp_path / "classes.yaml"
     path.write_text(text)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
+from cases import cases
 from stagewright.api.searched_serving import asked_serving, searched_serving
 from stagewright.cli.main import main
 from stagewright.model.catalog import resolve as model_of
@@ -334,17 +335,7 @@ def test_what_was_simulated_until_somebody_stops_it(capfd, tmp_path, monkeypatch
     assert "Stopped: the best of what was simulated until then." in page.read_text()
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("--rate", "1"), "give --ttft and --tpot"),
-        (("--rate", "1", "--ttft", "9", "--tpot", "9", "--attainment", "2"), "--attainment"),
-        (("--rate", "1", "--ttft", "9", "--tpot", "9", "--objective", "mfu"), "gpus or cost"),
-        (("--rate", "1", "--ttft", "9", "--tpot", "9", "--batch-size", "3"), "of one step"),
-        (("--rate", "1", "--ttft", "9", "--tpot", "9", "--most", "3"), "--most"),
-        (("--rate", "1", "--ttft", "9", "--tpot", "9", "--as", "trtllm"), "--scheduler tensorrt"),
-    ],
-)
+@cases
 def test_bad_options_are_one_line(capfd, words, says):
     assert code(*words) == 2
     out, err = capfd.readouterr()

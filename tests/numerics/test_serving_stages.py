@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 import pytest
 
 import stagewright as sw
+from cases import cases
 from linear_times import LinearTimes
 from stagewright.api.stages import stages_of
 from stagewright.errors import UserError
@@ -152,25 +153,7 @@ def test_hermes_stores_come_in_its_order():
         assert median[name] - median["A"] == pytest.approx(more, rel=0.3)
 
 
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        ({"stage": "emb"}, "stage is 'emb', wanted embed"),
-        ({"stage": "embed", "second": 1}, "unknown 'second', wanted seconds"),
-        ({"stage": "embed", "seconds": -1}, "seconds is -1, wanted 0 or more"),
-        ({"stage": "embed", "seconds": "x"}, "wanted a number"),
-        ({"stage": "embed", "seconds": True}, "wanted a number"),
-        ({"stage": "embed", "servers": 1.5}, "wanted a whole number"),
-        ({"stage": "embed", "parameters": 1e9}, "parameters and tflops"),
-        ({"stage": "search"}, "lacks dimensions"),
-        ({"stage": "store"}, "lacks bandwidth_gb_s"),
-        (
-            {"stage": "store", "bandwidth_gb_s": 1, "preloaded": 1},
-            "preloaded is 1, wanted true or false",
-        ),
-        (3, "wanted a list of stages"),
-    ],
-)
+@cases
 def test_bad_rows_are_one_line(row, says):
     with pytest.raises(UserError, match=r"^stages") as error:
         stages_of([row], 0)

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases import cases
 from stagewright.algebra.size import Size, ceil_div, maximum, product, size, total
 
 pytestmark = pytest.mark.numerics  # exact arithmetic against Fraction, on many draws
@@ -149,72 +150,17 @@ def test_total_and_product_are_repeated_operations(xs: list[Size]) -> None:
     assert product(xs) is reduce(lambda a, b: a * b, xs, size(1))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "0",
-        "-3/2",
-        "B - 1",
-        "3/2*S",
-        "-S + 1",
-        "S^2",
-        "B*S/dp",
-        "2*B*S*H/tp",
-        "1/tp",
-        "3/2/tp",
-        "B*S/cp/tp^2",
-        "ceil(V/tp)*H",
-        "2*B*S/dp + ceil(V/tp)",
-        "B*S*ceil(V/tp) - 1/3*max(S, 1)^2",
-        "H/max(ceil(kv/tp), tp, 1)",
-        "S^2 + S/tp + H - 1/tp + 7",
-    ],
-)
+@cases
 def test_normal_forms_print_as_written(text: str) -> None:
     assert str(size(text)) == text
 
 
-@pytest.mark.parametrize(
-    ("text", "normal"),
-    [
-        ("S*B", "B*S"),
-        ("(S + 1) * (S - 1)", "S^2 - 1"),
-        ("-(S - -2)^2", "-S^2 - 4*S - 4"),
-        ("S**2 * S^-1 / (2*S)", "1/2"),
-        ("ceil(7/2) + ceil(-7/2)", "1"),
-        ("ceil((V + 2*tp)/tp + S)", "S + ceil(V/tp) + 2"),
-        ("ceil(ceil(S/2))", "ceil(1/2*S)"),
-        ("ceil(max(S, H))", "max(H, S)"),
-        ("ceil(max(S/2, 1))", "ceil(max(1/2*S, 1))"),
-        ("max(S)", "S"),
-        ("max(3, S, 5, S - 1)", "max(S, 5)"),
-        ("max(B, max(S, H), S)", "max(B, H, S)"),
-        ("max", "max"),
-    ],
-)
+@cases
 def test_expressions_come_to_one_normal_form(text: str, normal: str) -> None:
     assert str(Size.parse(text)) == normal
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "column 1 should be a number, a symbol or a parenthesis"),
-        ("2*B +", r"size '2\*B \+': column 6 should be a number"),
-        ("B S", "column 3 should be an operator"),
-        ("(B", "column 3 should be an operator"),
-        ("B)", "column 2 should be an operator"),
-        ("0)", "column 2 should be an operator"),
-        ("2.5*B", "column 1 should be a number"),
-        ("2B", "column 1 should be a number"),
-        ("S^T", "column 2 should be an operator"),
-        ("2^3^2", "column 2 should be an operator"),
-        ("floor(S)", "column 6 should be an operator"),
-        ("ceil(S, T)", "ceil holds one size, got S, T"),
-        ("(S, T)", "a parenthesis holds one size, got S, T"),
-        ("H/(S + T)", r"cannot divide H by S \+ T: only a single term divides exactly"),
-    ],
-)
+@cases
 def test_bad_text_is_refused_with_its_place(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Size.parse(text)

@@ -12,6 +12,7 @@ import pytest
 
 import stagewright
 import stagewright as sw
+from cases import cases
 from stagewright.cli import main as cli
 from stagewright.cli import runs
 from stagewright.model.presets import PRESETS
@@ -605,28 +606,7 @@ def test_expert_parallelism_of_vllm_is_over_all_ranks(call: Call, gpus: tuple[st
     assert {"ep=8", "dp=8", "etp=1"} <= set(json.loads(found.out)["run"].split())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ("mixtral-8x7b", "--dp", "4", "--ep", "2", "--enable-expert-parallel"),
-            "--ep 2 contradicts --enable-expert-parallel, which makes it 4; drop either",
-        ),
-        (
-            (
-                *("gpt2", "--layers", "4", "--pp", "2", "--vpp", "3"),
-                *("--num-layers-per-virtual-pipeline-stage", "1"),
-            ),
-            "--vpp 3 contradicts --num-layers-per-virtual-pipeline-stage, which makes it 2; "
-            "drop either",
-        ),
-        (
-            ("gpt2", "--mode", "decode", "--framework", "torchtitan"),
-            "framework is a setting of training, got mode=decode: its habits are those of "
-            "training; drop it",
-        ),
-    ],
-)
+@cases
 def test_what_contradicts_itself_is_refused(call: Call, options: tuple[str, ...], message: str):
     assert call("show", *options) == Outcome(2, "", f"stagewright: error: {message}\n")
 

@@ -13,6 +13,7 @@ import pytest
 from click.shell_completion import ShellComplete
 
 import stagewright as sw
+from cases import cases
 from paths import ROOT
 from stagewright.cli import main as cli
 from stagewright.cli import runs
@@ -158,21 +159,7 @@ def test_a_mistyped_choice_is_told_the_one_that_is_meant(
     assert f"; did you mean {word!r}?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("line", "meant"),
-    [
-        ("simulate gpt2 --hardware h200-sxm", "h200"),
-        ("simulate gpt2 --hardware h200_sxm", "h200"),
-        ("simulate gpt2 --hardware b200-sxm", "b200"),
-        ("simulate gpt2 --hardware h100-80gb", "h100-sxm"),
-        ("show gpt2 --sp", "--sequence-parallel"),
-        ("show gpt2 --tensor-parallel 8", "--tp"),
-        ("show gpt2 --tensor_model_parallel_size 8", "--tp"),
-        ("show gpt2 --recompute-layers 8", "--recompute-num-layers"),
-        ("show gpt2 --zerro 8", "--zero"),
-        ("show gpt2 -ep 8", "--ep"),
-    ],
-)
+@cases
 def test_a_mistyped_word_is_told_its_neighbour(
     line: str, meant: str, capsys: pytest.CaptureFixture[str]
 ):
@@ -247,65 +234,7 @@ def test_names_of_other_tools(line: str, run: dict[str, Any], monkeypatch: pytes
     assert [of.unresolved() for of in seen] == [Run(model="gpt2", **run).unresolved()]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--use-distributed-optimizer --zero 3", "means --zero 1, got --zero 3; drop either"),
-        ("--pp 2 --num-layers-per-virtual-pipeline-stage 5", "does not divide the 12 layers"),
-        ("--pp 3 --decoder-last-pipeline-num-layers 5", "leave 7 for 2 ranks, which pp=3 and vpp"),
-        ("--pp 2 --pipeline-model-parallel-layout tE|tL", "wanted E in the first of the stages"),
-        ("--pp 2 --pipeline-model-parallel-layout Et|t|tL", "has 3 stages, which pp=2 does not"),
-        ("--pp 2 --pipeline-model-parallel-layout E(t*9999)*99999999|L", "has more layers than"),
-        (
-            "--pp 2 --layers-per-stage 5,7 --decoder-first-pipeline-num-layers 6",
-            "--layers-per-stage 5,7 contradicts --decoder-first-pipeline-num-layers, which makes ",
-        ),
-        (
-            "--tp 8 --tensor-model-parallel-size 4",
-            "--tp 8 and --tensor-model-parallel-size 4 contradict each other; keep one",
-        ),
-        ("--remat-policy minimal --recompute selective", "means --recompute full, got selective"),
-        ("--recompute-save context", "recompute_save=context needs recompute=full, got"),
-        (
-            "--recompute full --recompute-save-on-host",
-            "what recompute_save names, which is nothing",
-        ),
-        ("--sequence-parallel --no-sequence-parallel", "contradict each other; keep one"),
-        ("--overlap-grad-reduce --no-overlap dp,tp", "means --no-overlap without dp"),
-        ("--clip-grad 1.0", "--clip-grad takes no value, got 1.0; use --clip-grad or --no-clip-"),
-        ("tp=8", "tp=8: a setting is an option here: --tp 8"),
-        ("--num-attention-heads 8", "it belongs to the model; name a preset or a config.json"),
-        ("--dtype half", "use bf16, which takes the time and the bytes of fp16"),
-        ("--model gpt2 gpt2", "unexpected extra argument"),
-        ("--tp 1_0", "--tp is '1_0', wanted a whole number"),
-        ("--tp ٢", "--tp is '٢', wanted a whole number"),
-        (
-            "--goodput ttft:200",
-            "no such option --goodput: use --ttft, --tpot and --e2e",
-        ),
-        ("--hardware h100", "may be h100-96gb-hbm2e, h100-p5-sxm, h100-pcie or h100-sxm; name one"),
-        (
-            "--gpus 12 --tp 8",
-            "--gpus 12, which dp cannot fill: 12 is not a multiple of tp=8",
-        ),
-        ("--gpus 8 --nodes 1", "--gpus and --nodes both say how many GPUs there are; give one"),
-        ("--data-parallel-shard-degree 8 --zero 2", "make zero=3, got zero=2; drop either"),
-        ("--data-parallel-shard-degree -1", "is -1, all ranks that are left, which needs --nodes"),
-        ("--local-batch-size 8", "use --global-batch-size, which is local_batch_size x dp, and"),
-        ("--training.local_batch_size 8", "use --global-batch-size, which is local_batch_size x"),
-        (
-            "--lr 1 --hidden-size 64 --fp16 --swiglu --num-attention-heads 8",
-            "no such options --hidden-size, --swiglu, --num-attention-heads: they belong to the "
-            "model; name a preset or a config.json. --fp16: use --precision bf16, which",
-        ),
-        ("--kv-cache-dtype float16 --mode decode", "wanted one of bf16, fp8, fp32; use bf16"),
-        ("--recompute-method blok", "did you mean 'block'?"),
-        (
-            "--moe-token-dispatcher-type flex",
-            "wanted one of alltoall, allgather; use alltoall, and --moe-flex-dispatcher for its",
-        ),
-    ],
-)
+@cases
 def test_names_of_other_tools_may_contradict(
     line: str, message: str, capsys: pytest.CaptureFixture[str]
 ):
@@ -313,15 +242,7 @@ def test_names_of_other_tools_may_contradict(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("line", "run"),
-    [
-        ("--kv-cache-dtype fp8_e4m3", {"kv_cache_dtype": "fp8"}),
-        ("--kv-cache-dtype bfloat16", {"kv_cache_dtype": "bf16"}),
-        ("--kv-cache-dtype auto", {}),
-        ("--max-model-len 512", {"max_model_len": 512}),
-    ],
-)
+@cases
 def test_words_of_vllm_that_mean_the_same_are_taken(
     line: str, run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

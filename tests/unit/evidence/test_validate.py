@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from cases import cases
 from stagewright.cli.main import commands
 from stagewright.errors import UserError
 from stagewright.evidence import kernels, training
@@ -171,18 +172,7 @@ def test_summary_counts_per_source() -> None:
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize(
-    ("source", "most"),
-    [
-        ("matrix products", 0.1),
-        ("attention", 0.1),
-        ("experts", 0.1),
-        ("NCCL", 0.15),
-        ("decode attention", 0.2),
-        ("decode attention to latents", 0.25),
-        ("all_reduce of engines", 0.15),
-    ],
-)
+@cases
 def test_held_out_kernels_are_near(source: str, most: float) -> None:
     """Half of the rows that nothing was fitted to are within the error that we state."""
     name = f"aiconfigurator, {source}"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from cases import cases
 from effort import some, times
 from spmd import RandomLayouts, Spmd, check, random_values, single
 from stagewright.algebra.index import parse
@@ -501,18 +502,7 @@ def test_layouts_that_disagree(op: str, spec: str, layouts: list[str], message: 
         apply(op, spec, *operands(spec, layouts), **own)
 
 
-@pytest.mark.parametrize(
-    ("op", "attrs", "message"),
-    [
-        ("act", {"fn": "relu", "caps": 2.0}, "act: no attribute 'caps', wanted one of fn, cap"),
-        ("add", {"by": 2.0}, "add: no attribute 'by', wanted none"),
-        ("act", {"fn": 3}, "act: attribute fn is 3, wanted one of gelu, "),
-        ("act", {"fn": "banana"}, "act: attribute fn is 'banana', wanted one of gelu, "),
-        ("norm", {"fn": "relu"}, "norm: attribute fn is 'relu', wanted one of rmsnorm, layernorm"),
-        ("scale", {"by": True}, "scale: attribute by is True, wanted int or float"),
-        ("act", {}, "act: attribute fn is missing, wanted one of gelu, "),
-    ],
-)
+@cases
 def test_attributes_are_declared(op: str, attrs: dict[str, Any], message: str) -> None:
     """Every op's row says what its nodes are told; a typo is an error where the node is made."""
     with pytest.raises(ValueError, match=re.escape(message)):

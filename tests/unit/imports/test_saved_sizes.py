@@ -2,21 +2,11 @@
 
 import pytest
 
+from cases import cases
 from stagewright.imports.saved import _is_size  # pyright: ignore[reportPrivateUsage]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Symbol('s77', positive=True, integer=True)",
-        "Mul(Integer(2), Symbol('s77', positive=True))",
-        "Add(Pow(Symbol('s1'), Integer(2)), Integer(-1))",
-        "Pow(Symbol('s1'), Rational(1, 2))",
-        "FloorDiv(Add(Symbol('s0'), Integer(15)), Integer(16))",
-        "s0*s1 + 1",
-        "32",
-    ],
-)
+@cases
 def test_sizes_that_torch_writes(text: str):
     assert _is_size(text)
 

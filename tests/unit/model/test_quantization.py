@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import stagewright as sw
+from cases import cases
 from paths import DATA
 from stagewright.lower import weight_storage
 from stagewright.model import json as model_json
@@ -27,7 +28,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def cases(*keys: str) -> list[tuple[Any, ...]]:
+def rows_with(*keys: str) -> list[tuple[Any, ...]]:
     """The rows of the table with these keys."""
     return [tuple(row[key] for key in keys) for row in CASES if {*keys} <= row.keys()]
 
@@ -99,7 +100,7 @@ def test_deepseek_in_blocks() -> None:
 ALL = ("attention", "mlp")
 
 
-@pytest.mark.parametrize(("config", "stored"), cases("config", "stored"))
+@pytest.mark.parametrize(("config", "stored"), rows_with("config", "stored"))
 def test_methods(config: dict[str, Any], stored: list[Any]) -> None:
     model = PRESETS["qwen3-8b"]
     found, notes = read_quantization("file", config, model)
@@ -117,7 +118,7 @@ def layers_of(config: dict[str, Any], model: ModelConfig) -> list[dict[str, Stor
 MOE = PRESETS["qwen3-30b-a3b"]
 
 
-@pytest.mark.parametrize(("ignored", "out"), cases("ignore", "left out"))
+@pytest.mark.parametrize(("ignored", "out"), rows_with("ignore", "left out"))
 def test_modules_that_are_left_out(ignored: list[str] | str, out: list[str] | None) -> None:
     """`out`: matrices of every layer; None: all of layer 7, and of no other."""
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
@@ -190,16 +191,7 @@ def test_a_head_in_few_bits() -> None:
     assert left.head == ()
 
 
-@pytest.mark.parametrize(
-    ("config", "cache"),
-    [
-        ({"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}, "fp8"),
-        ({"kv_cache_scheme": "FP8"}, "fp8"),
-        ({"kv_cache_quant_algo": "FP8"}, "fp8"),
-        ({"kv_cache_quant_algo": None}, "bf16"),
-        ({}, "bf16"),
-    ],
-)
+@cases
 def test_the_cache(tmp_path: Path, config: dict[str, Any], cache: str) -> None:
     own = {"quant_method": "modelopt", "quant_algo": "FP8", **config}
     path = with_quantization(tmp_path, "qwen3-32b", own)
@@ -224,7 +216,7 @@ def test_a_cache_that_is_not_known_is_named() -> None:
     assert notes == ("file: a KV cache in nvfp4 is not known; use --kv-cache-dtype",)
 
 
-@pytest.mark.parametrize(("config", "words"), cases("config", "not understood"))
+@pytest.mark.parametrize(("config", "words"), rows_with("config", "not understood"))
 def test_what_is_not_understood_is_said(tmp_path: Path, config: dict[str, Any], words: str) -> None:
     model = from_config(with_quantization(tmp_path, "qwen3-32b", config or {"x": 1}))
     assert model.quantization is None

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import cases
 from paths import DATA
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
@@ -800,15 +801,7 @@ def test_a_split_by_compute_may_leave_ranks_between_others_without_layers():
         check(Run(model="llama3.2-1b", layers_per_stage=split, **settings), model)
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"mode": "foo"}, "mode is 'foo', wanted 'train', 'prefill' or 'decode'"),
-        ({"tp": "x"}, "tp is 'x', wanted a whole number"),
-        ({"tpp": 2}, "unknown setting 'tpp'; did you mean 'tp'?"),
-        ({"zero": 7}, "zero is 7, wanted at most 3"),
-    ],
-)
+@cases
 def test_keywords_are_refused_as_options_are(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as caught:
         Run(model="llama3-8b", **settings)

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases import cases
 from orders import in_flight
 from paths import DATA
 from stagewright.errors import UserError
@@ -647,23 +648,7 @@ def test_errors_of_make(arguments: tuple[str, int, int, int], message: str) -> N
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(
-    ("name", "group", "message"),
-    [
-        (
-            "interleaved",
-            4,
-            "microbatch_group_size_per_vp_stage=4 does not suit 10 microbatches and pp=4: groups, "
-            "and what is left for the last one, must have pp or more; use 5",
-        ),
-        (
-            "zb-h1",
-            5,
-            "microbatch_group_size_per_vp_stage=5 is about schedule interleaved, got schedule "
-            "zb-h1; drop it",
-        ),
-    ],
-)
+@cases
 def test_errors_of_groups(name: str, group: int, message: str) -> None:
     with pytest.raises(UserError) as caught:
         make(name, 4, 10, 2, group=group)
@@ -677,47 +662,7 @@ ONCE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (
-            ("0F0 0B0 1F0 1B0", ""),
-            "pipeline order: rank 1 has no actions, wanted at least one stage on every rank; "
-            "remove the rank, or move a stage to it",
-        ),
-        (
-            ("0F0 0B0 1F0", "1B0"),
-            "pipeline order: 1B0 is on rank 1, but 1F0 is on rank 0; wanted one rank for a stage "
-            "and microbatch; move it there",
-        ),
-        (("0F0 0B0",), f"pipeline order: stage 1, microbatch 0 has no actions{ONCE}"),
-        (("0F0 0B0", "1F0"), f"pipeline order: stage 1, microbatch 0 has 1F0{ONCE}"),
-        (
-            ("0F0 0F0 0B0", "1F0 1B0"),
-            f"pipeline order: stage 0, microbatch 0 has 0F0, 0F0, 0B0{ONCE}",
-        ),
-        (
-            ("0F0 0B0 0W0", "1F0 1B0"),
-            f"pipeline order: stage 0, microbatch 0 has 0F0, 0B0, 0W0{ONCE}",
-        ),
-        (("0F0 0B0", "1F0 1I0"), f"pipeline order: stage 1, microbatch 0 has 1F0, 1I0{ONCE}"),
-        (
-            ("0F0 0B0 0F1", "1F0 1B0"),
-            "pipeline order: got 0F1, wanted only 2 stages and 1 microbatches, both counted from "
-            f"0{ADVICE}",
-        ),
-        (
-            ("0F0 0B0", "1F0 1B0", "2F0 2B0"),
-            "pipeline order: got 2F0, wanted only 2 stages and 1 microbatches, both counted from "
-            f"0{ADVICE}",
-        ),
-        (
-            ("0B0 0F0", "1F0 1B0"),
-            "deadlock in the pipeline order: rank 0 waits at 0B0 for 0F0, which comes later on the "
-            "same rank; move 0F0 before 0B0 on rank 0",
-        ),
-    ],
-)
+@cases
 def test_errors_of_validate(rows: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError) as caught:
         validate(order_of(*rows), stages=2, microbatches=1)
@@ -789,21 +734,7 @@ def test_bad_actions(word: str) -> None:
     assert str(caught.value) == f"{word!r} is not a pipeline action; {WANTED}"
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (
-            "0F0,0B0\n1F0,,1X0\n",
-            f"schedule, row 2, column 3: '1X0' is not a pipeline action; {WANTED}",
-        ),
-        (
-            "(0F0;0BW0)OVERLAP_F_B",
-            f"schedule, row 1, column 1: '0BW0' is not a pipeline action; {WANTED}",
-        ),
-        ("", "schedule: is empty; wanted one row of actions such as 2F0 per rank"),
-        (" \n\n", "schedule: is empty; wanted one row of actions such as 2F0 per rank"),
-    ],
-)
+@cases
 def test_errors_of_csv_text(source: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         from_csv(source)

@@ -9,6 +9,7 @@ import shlex
 
 import pytest
 
+from cases import cases
 from columns import candidates_of
 from stagewright.errors import UserError
 from stagewright.run.experiment import Experiment
@@ -366,17 +367,7 @@ def test_torchtitan_shards_all_or_nothing():
     assert any(line.startswith("# ep=4 has no flag: ") for line in found)
 
 
-@pytest.mark.parametrize(
-    ("settings", "schedule"),
-    [
-        ({"pp": 4}, "1F1B"),
-        ({"pp": 4, "vpp": 2}, "Interleaved1F1B"),
-        ({"pp": 4, "vpp": 2, "schedule": "zb-h1"}, "InterleavedZeroBubble"),
-        ({"pp": 4, "schedule": "zb-h1"}, None),
-        ({"pp": 4, "schedule": "looped-bfs"}, None),
-        ({"pp": 1}, None),
-    ],
-)
+@cases
 def test_torchtitan_runs_the_schedule(settings, schedule):
     found = lines("torchtitan", "llama3-8b", framework="torchtitan", **settings)
     said = options(found).get("--parallelism.pipeline_parallel_schedule")
@@ -457,16 +448,7 @@ def test_what_is_timed_is_no_setting_of_a_framework():
     )
 
 
-@pytest.mark.parametrize(
-    ("hardware", "settings", "warned"),
-    [
-        ("h100-sxm", {"zero": 3, "tp": 2}, True),
-        ("h100-sxm", {"zero": 2, "cp": 2}, True),
-        ("h100-sxm", {"zero": 1, "tp": 2}, False),
-        ("h100-sxm", {"zero": 3}, False),
-        ("b200", {"zero": 3, "tp": 2}, False),
-    ],
-)
+@cases
 def test_megatron_fsdp_with_tp_or_cp_is_noted(
     hardware: str, settings: dict[str, int], warned: bool
 ):

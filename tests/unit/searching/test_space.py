@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cases import cases
 from stagewright.errors import UserError
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.experiment import Experiment
@@ -273,18 +274,7 @@ def test_a_run_file_may_say_how_many_gpus_and_figures_of_hardware(tmp_path: Path
     assert over.space.axes["tp"] == (1, 2)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("tp: [1, two]", "run.yaml: tp: got 'two', wanted a whole number"),
-        ("tp: []", "run.yaml: tp: the list is empty"),
-        ("micro_batch_size: [1, .nan]", "run.yaml: micro_batch_size is nan"),
-        ("tp: [0, 1]", "run.yaml: tp is 0, wanted 1 or more"),
-        ("tp: [[1, 2], [3]]", r"run.yaml: tp: got \[1, 2\], a list within a list"),
-        ("gpus: 0", "run.yaml: gpus: got 0, wanted 1 to"),
-        ("memory.tb: [1, 2]", "run.yaml: memory.tb: neither a setting nor a figure of h100-sxm"),
-    ],
-)
+@cases
 def test_what_a_run_file_says_wrong_is_told_with_its_name(tmp_path: Path, text: str, said: str):
     path = tmp_path / "run.yaml"
     path.write_text(f"model: gpt2\nhardware: h100-sxm\n{text}\n")

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from cases import cases
 from stagewright.api.workloads import workload_of
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import WorkloadSection
@@ -194,21 +195,7 @@ def test_what_no_engine_can_serve():
     assert accept(short, 1000, 10_000).rejected == {}
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"speed": 2.0, "rate": 1.0},
-        {"burstiness": 2.0, "rate": 1.0},
-        {"think_time": 2.0, "rate": 1.0},
-        {"arrival": "constant", "concurrency": 1},
-        {"burst_size": 2, "concurrency": 1},
-        {"system_prompt": 9, "isl": None, "osl": None, "requests": "trace.csv"},
-        {"turns": 2, "isl": None, "osl": None, "requests": "trace.csv"},
-        {"range_ratio": 0.5, "isl": None, "osl": None, "requests": "trace.csv"},
-        {"num_requests": 5, "isl": None, "osl": None, "requests": "profile.yaml"},
-        {"concurrency": 5, "isl": None, "osl": None, "requests": "profile.yaml"},
-    ],
-)
+@cases
 def test_a_setting_that_would_say_nothing_is_refused(more, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     written(tmp_path, "arrival,isl,osl\n1,2,3\n", "trace.csv")

@@ -15,6 +15,7 @@ import yaml
 
 import stagewright as sw
 from astra_clock import collective_ns, task_seconds
+from cases import cases
 from paths import DATA
 from stagewright.check import inspect
 from stagewright.check.verify import verify
@@ -303,15 +304,7 @@ def test_script_runs_the_traces_and_counts_ranks(tmp_path: Path) -> None:
     assert {"system.json", "network.yml", "remote_memory.json"} <= manifest["files"].keys()
 
 
-@pytest.mark.parametrize(
-    ("run", "hardware", "told"),
-    [
-        ({"dp": 1}, "h100-sxm", "two ranks or more"),
-        ({"dp": 12}, "h100-sxm", "16 places for 12 ranks"),
-        ({"dp": 2, "streams": "separate"}, "h100-sxm", "use streams=one"),
-        ({"dp": 2}, "h101", "unknown hardware"),
-    ],
-)
+@cases
 def test_what_it_cannot_have(run: dict[str, Any], hardware: str, told: str) -> None:
     with pytest.raises(UserError, match=told):
         configuration_files(sw.Run(**SMALL, **run), hardware)

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
+from cases import cases
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.program.columns import TaskKind
@@ -99,17 +100,7 @@ def test_tokens_sent_once_beside_hybridep(
     assert seconds * 1e6 == pytest.approx(us, rel=0.2)
 
 
-@pytest.mark.parametrize(
-    ("ep", "dispatch", "combine"),
-    [
-        (8, 77, 114),
-        (16, 118, 195),
-        (32, 155, 273),
-        (64, 173, 314),
-        (128, 192, 369),
-        (256, 194, 360),
-    ],
-)
+@cases
 def test_few_tokens_beside_deepep(ep: int, dispatch: float, combine: float) -> None:
     """Low-latency kernels in DeepEP's README: us of 128 tokens, in fp8 there and in bf16 back."""
     machine, group = _group("h800", ep)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
+from cases import cases
 from stagewright.errors import UserError
 from stagewright.evidence import training
 from stagewright.program.columns import COLLECTIVES, Program, TaskKind, Tasks
@@ -108,16 +109,7 @@ def test_what_cannot_be_hidden_is_not() -> None:
     assert timeline(p, [seconds], ON).seconds == pytest.approx(sent.sum(), rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"ep": 1}, "needs experts on several ranks"),
-        ({"pp": 2}, "needs several virtual stages; set vpp"),
-        ({"recompute": "full"}, "exclude each other"),
-        ({"moe_token_dispatcher_type": "allgather"}, "needs moe_token_dispatcher_type=alltoall"),
-        ({"mode": "prefill", "zero": 0, "dp": 2}, "is for training"),
-    ],
-)
+@cases
 def test_refused_as_megatron_does(settings: dict[str, Any], message: str) -> None:
     asked = {**MIXTRAL, "seq_length": 64, **settings}
     if "mode" in settings:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cases import cases
 from paths import ROOT
 from stagewright.errors import UserError
 from stagewright.searching.machines import varied
@@ -35,17 +36,7 @@ def test_unknown_keys_are_refused_by_name(tmp_path: Path):
         hardware.resolve(path)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("gemm: {bf17: {fraction: 0.5}}", "gemm.bf17 "),
-        ("memory_gb: true", "memory_gb is True, wanted a number"),
-        ("memory_gb: '80'", "memory_gb is '80', wanted a number"),
-        ("memory_gb: 0", "memory_gb is 0: wanted a number greater than 0"),
-        ("peak_bf16_tflops: .inf", "peak_bf16_tflops is inf: wanted a finite number"),
-        ("kernel_launch_us: .nan", "kernel_launch_us is nan: wanted a finite number"),
-    ],
-)
+@cases
 def test_figures_that_are_none(tmp_path: Path, text: str, words: str):
     path = tmp_path / "mine.yaml"
     path.write_text(f"base: h100-sxm\n{text}\n")

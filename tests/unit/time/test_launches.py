@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
+from cases import cases
 from stagewright.errors import UserError
 from stagewright.program.columns import PHASES, TaskKind, Tasks
 from stagewright.run.sections.execution import Execution
@@ -112,16 +113,7 @@ def test_captured_modules_are_launched_at_once() -> None:
     assert not whole.waits.any()
 
 
-@pytest.mark.parametrize(
-    ("settings", "hardware", "mode"),
-    [
-        ({"framework": "megatron"}, "h100-sxm", "eager"),
-        ({"framework": "torchtitan"}, "h100-sxm", "compile"),
-        ({"mode": "decode"}, "h100-sxm", "cuda_graph"),
-        ({"mode": "prefill"}, "h100-sxm", "compile"),
-        ({}, "tpu-v5p", "ahead"),
-    ],
-)
+@cases
 def test_frameworks_have_a_launch_mode(settings: dict[str, Any], hardware: str, mode: str) -> None:
     run = sw.Run(model="llama3-8b", **settings)
     assert launch_mode(run, Execution(), resolve(hardware)) == mode

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import stagewright as sw
+from cases import cases
 from stagewright.errors import UserError
 from stagewright.time.ownership import Ownership, load
 
@@ -22,16 +23,7 @@ def test_each_part_of_the_costs() -> None:
     assert power.usd_per_gpu_hour(500) == pytest.approx(0.5 * 0.1 * 1.5)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("gpu_usd: 3\nyears: 4", "usd_per_kwh is missing"),
-        ("gpu_usd: 3\nyears: 0\nusd_per_kwh: 0.1", "years is 0: wanted a number greater than 0"),
-        ("gpu_us: 3\nyears: 1\nusd_per_kwh: 1\ngpu_usd: 3", "unknown key 'gpu_us'; did you mean"),
-        ("gpu_usd: .nan\nyears: 1\nusd_per_kwh: 1", "gpu_usd is nan"),
-        ("- 3", "wanted keys such as gpu_usd: 30000"),
-    ],
-)
+@cases
 def test_wrong_files_are_refused(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "costs.yaml"
     path.write_text(text)

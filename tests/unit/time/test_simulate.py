@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
+from cases import cases
 from stagewright.cli.main import main
 from stagewright.model.catalog import resolve as model_of
 from stagewright.program.columns import TaskKind
@@ -77,15 +78,7 @@ def test_less_overlap_and_stragglers_take_longer() -> None:
     assert simulate(compiled, machine, slowdowns={2: 1.5}).seconds > plain
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"zero": 2, "dp": 2},
-        {"zero": 2, "cp": 2},
-        {"zero": 2, "dp": 4, "dp_shard": 2},
-        {"cpu_offloading_num_layers": 8, "micro_batch_size": 4},
-    ],
-)
+@cases
 def test_no_more_than_two_lots_wait_for_a_slow_network(settings: dict[str, Any]) -> None:
     """FSDP2, DeepSpeed, Megatron-FSDP and Transformer Engine wait for the lot before the last."""
     of = resolve("h100-sxm")

@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 import stagewright as sw
+from cases import cases
 from effort import pairs
 from pages import check
 from stagewright.cli.main import main
@@ -120,17 +121,7 @@ def test_inference_has_the_words_of_serving():
 DECODE: dict[str, Any] = {"mode": "decode"}
 
 
-@pytest.mark.parametrize(
-    ("settings", "hardware"),
-    [
-        ({"model": "llama3.1-70b", "tp": 8, "layers": 40}, "h100-sxm"),
-        (
-            {"model": "llama3-8b", "mode": "decode", "batch_size": 400, "device_memory": "30GB"},
-            None,
-        ),
-        ({"model": "deepseek-v3", "mode": "decode", "tp": 8, "batch_size": 4096}, "h200"),
-    ],
-)
+@cases
 def test_a_run_that_does_not_fit_says_so_first(settings: dict[str, Any], hardware: str | None):
     run = sw.Run(**settings)
     found = sw.simulate(run, hardware) if hardware else None
@@ -304,15 +295,7 @@ def test_command_reads_bundles(tmp_path: Path):
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--nodes", "2"), "--nodes is for --hardware; add that, or leave --nodes out"),
-        (("--straggler", "0=2"), "--straggler is for --hardware"),
-        (("--hardware", "h101"), "unknown hardware 'h101'; known: "),
-        (("--tp", "7"), "tp=7 does not divide"),
-    ],
-)
+@cases
 def test_wrong_input_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ):
@@ -480,15 +463,7 @@ def test_numbers_of_charts_are_those_of_the_run(run_files: Path):
     assert sum(int(v) for k, v in rows[0].items() if k != "run") == step.fit.peak
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--picture", "tim", "-o", "x.svg"), "--picture is 'tim', expected one of time, "),
-        (("--picture", "time", "-o", "x.html"), "x.html: a chart is written as .svg"),
-        (("-o", "x.svg"), "x.svg: is a chart or its numbers; add --picture NAME"),
-        (("long.yaml", "--picture", "flops", "-o", "x.svg"), "expected one of time, memory"),
-    ],
-)
+@cases
 def test_wrong_charts_are_one_line(
     run_files: Path,
     capsys: pytest.CaptureFixture[str],
