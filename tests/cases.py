@@ -17,7 +17,12 @@ def cases(test: Callable[..., None]) -> Any:
     names = list(rows[0])
     assert all(list(row) == names for row in rows), f"{test.__name__}: rows differ in columns"
     values = [tuple(row[name] for name in names) for row in rows]
-    return pytest.mark.parametrize(names, values)(test)
+    return pytest.mark.parametrize(names, values, ids=_id)(test)
+
+
+def _id(value: Any) -> str | None:
+    """Text of a table or a list; of other values pytest makes its own."""
+    return str(value)[:60] if isinstance(value, dict | tuple) else None
 
 
 @cache

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import stagewright as sw
+from cases import cases
 from invariants import check as check_program
 from paths import DOCS, EXAMPLES
 from spmd import check as same_as_one_device
@@ -200,95 +201,8 @@ def test_a_table_may_say_what_is_said_anyway(tmp_path: Path) -> None:
 
 # ---- what is refused -----------------------------------------------------------------------------
 
-ILL = [
-    ("", "no module here"),
-    ("param w[M, N]", "line 1, column 9: no size 'M'; say: size M = 128"),
-    ("input x[B, S]\nparam w[S,  S + ]", "line 2, column 13: cannot read the size 'S +': column 4"),
-    (
-        "input x[B, S]\nparam w[B S]",
-        "line 2, column 9: cannot read the size 'B S': column 3",
-    ),
-    ("input x[B, S]\nparam w[S/(B + 1)]", "column 9: cannot divide S by B + 1: only a single term"),
-    ("input x[B, S]\ny = add(x, z)", "line 2, column 12: no value 'z' so far"),
-    ("input x[B, S]\ny = addd(x, x)", "line 2, column 5: no op 'addd'; did you mean 'add'?"),
-    ("input x[B, S]\ny = einsum[bs,ts->bt](x)", "einsum: bs,ts->bt takes 2 operands, got 1"),
-    ("input x[B/dq, S]", "no size 'dq'"),
-    ("input x[B/tp, S/tp]", "tp comes twice"),
-    ("input x[B/tp, S/tp.kv]", "tp and tp.kv name the same ranks; they may split one dim only"),
-    ("input x[tp.kv, S]", "tp.kv is a parallel degree, wanted a size"),
-    ("input x[B/tp, S @ 1/dp]", "is a sum of nothing"),
-    ("input x[B, S]\ny[B, S @ dp] = add(x, x)", "wanted a partial sum such as @ 1/tp"),
-    ("input x[B, S\ny = add(x, x)", "line 1, column 8: this [ has no ] on its line"),
-    ("input x", "line 1, column 8: input x has no shape"),
-    ("input x[B, S]\nx = add(x, x)", "line 2, column 1: x is there already"),
-    ("input x[B, S]\ny = add(x, x) x", "after the end of a statement"),
-    ("input x[B, S]", "computes nothing"),
-    ("size D = 0\ninput x[D]\ny = add(x, x)", "line 1, column 10: size D is 0"),
-    ("size D = 1e99\n", "cannot read the size '1e99'"),
-    ("size tp = 4\n", "is a parallel degree"),
-    ("input x[B, S] bf17\n", "'bf17' is no data type; did you mean 'bf16'?"),
-    ("input x[B, S]\ny = ReduceScatter[tp](x)", "ReduceScatter leads where?"),
-    ("input x[B, S]\ny = AllReduce[t](x)", "'t' is no parallel degree"),
-    ("input x[B, S]\noutput z", "line 2, column 8: no value 'z'"),
-    ("inptu x[B, S]", "cannot read 'inptu'; wanted"),
-    ("module a\ninput x[B, S]\ny = add(x, x)\nmodule a\n", "module a comes twice"),
-    ("input x[B, S, M]\ny = add(x, x)\nmodel m like lama3-8b", "did you mean 'llama3-8b'?"),
-    ("input x[B, S, M]\ny = add(x, x)\nmodel m like gpt2\nlayers = 2", "a model has no 'layers'"),
-    (
-        "input x[B, S, M]\ny = add(x, x)\nmodel m like gpt2\nmlps = z",
-        "line 4, column 8: mlps: no module or kind 'z'; use one of dense, experts, ",
-    ),
-    (
-        "module lowrank\ninput x[B, S]\ny = add(x, x)\nmodel m like gpt2\nmixers = lowrank, lowrnk",
-        "line 5, column 19: mixers: no module or kind 'lowrnk'; did you mean 'lowrank'?",
-    ),
-    ("input x[B, S]\ny = " + "add(" * 200 + "x" + ", x)" * 200, "calls nest too deep"),
-    (
-        "input x[B, S]\ny = act[fn=banana](x)",
-        "line 2, column 9: act: fn is 'banana', wanted",
-    ),
-    (
-        "input x[B, S]\ny = act[fn=sillu](x)",
-        "neg_exp, softcap; did you mean 'silu'?",
-    ),
-    ("input x[B, S]\ny = act(x)", "line 2, column 5: act needs fn: write act[fn=...], one of gelu"),
-    (
-        "input x[B, S]\ny = act[fn=silu, camp=2](x)",
-        "column 18: act has no attribute 'camp'; did",
-    ),
-    ("input x[B, S]\ny = scale[by=two](x)", "column 11: scale: by is 'two', wanted int or float"),
-    (
-        "input x[B, S]\ny = add[foo=1](x, x)",
-        "column 9: add has no attribute 'foo'; use",
-    ),
-    ("input x[B, S]\ny = cast[dtype=fp31](x)", "cast: dtype is 'fp31', wanted one of fp32"),
-    ("input x[B, S]\ny = pscan[dim=9](x, x)", "line 2, column 5: pscan: no dim 9 of [B, S]"),
-    ("input x[B, S]\ny = pad[dim=-3, first=true](x)", "line 2, column 5: pad: no dim -3 of [B, S]"),
-    ("input x[B, S]\ny = act[fn=silu, fn=relu](x)", "line 2, column 18: act: fn comes twice; keep"),
-    ("input x[B, S]\ny = attention(x)", "attention: attention[] needs an index expression"),
-    (
-        "input x[B, S]\ny = glu[fn=silu](x)",
-        "line 2, column 5: glu: cannot be bs->bs of [B, S]",
-    ),
-    (
-        "input x[B, S]\ny = conv1d[bs,bs->bs; fn=silu](x, x)",
-        "conv1d: cannot be bs,bs->bs of",
-    ),
-    ("input x[B, S]\ny = first_token(x)", "first_token: cannot be bs->bs of [B, S]"),
-    (
-        "input x[B, S, M]\ny = add(x, x)\nmodel m like gpt2\nnorm = batch",
-        "line 4, column 1: model m",
-    ),
-    ("input x[B, S]\nparam w[S, S]\ny = einsum[bs,st->br](x, w)", "line 3, column 20: einsum: no "),
-    ("input x[B, S]\nparam w[S, S]\ny = einsum[bs,st->br](x, w)", "use one of b, s, t, or name"),
-    ("input x[B, S]\nparam w[S, S]\ny = einsum[bs,s7->b](x, w)", "column 12: einsum: cannot read"),
-    ("input x[B, S]\ny = matmul(x, x)", "no op 'matmul'; docs/reference/ops.md lists those that"),
-    ("input x[B, S]\ny = add(x, x)\nmodel m like mine.stg", "mine.stg is like itself; name a"),
-    ("input x[B, S]\ny[B] = add(x, x)", "y is [B, S] here, wanted [B] as written"),
-]
 
-
-@pytest.mark.parametrize(("text", "wanted"), ILL, ids=[w for _, w in ILL])
+@cases
 def test_refuses(text: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "mine.stg"
     path.write_text(text)
