@@ -6,6 +6,7 @@ import os
 from typing import Any, cast
 
 from stagewright.api.result import path_text
+from stagewright.api.simulated import simulate
 from stagewright.check.program import check_program
 from stagewright.errors import UserError
 from stagewright.lower.compiled_run import CompiledRun
@@ -15,6 +16,7 @@ from stagewright.time.astra_sim import adapted, configuration_files
 from stagewright.time.measured import load, measured
 from stagewright.trace.recorded import manifest
 from stagewright.trace.write import write
+from stagewright.views import kineto
 
 
 def generate(
@@ -31,6 +33,8 @@ def generate(
     """Write the trace of every rank into a directory; returns what its manifest.json holds.
 
     Options are those of `stagewright generate`, such as `ranks` (default: all), `workers`, `force`.
+    The format `kineto` is a step simulated on the hardware of `cluster`, as the profiler of PyTorch
+    records one; its `ranks` are by default one of each timing.
     `durations` is the path of a CSV of measured kernels. `astra_sim` is the
     hardware on which ASTRA-sim shall run the traces: its configuration and a script are written
     beside them. The manifest has all that repeats the run, and what was checked of the program
@@ -47,6 +51,12 @@ def generate(
         raise UserError(f"got {compiled!r}, wanted the result of compile")
     out, program = path_text(out, "the path of a folder"), compiled.program
     record = {**manifest(compiled, cluster, execution), "checks": check_program(program)}
+    if format == "kineto":
+        step = simulate(compiled, cluster or ClusterSection(), execution=execution)
+        if options.get("ranks") is None:
+            options["ranks"] = [int(lane.ranks[0]) for lane in step.timeline.lanes]
+        custom = kineto.format_of(step.timeline, step.machine.hardware)
+        return write(program, out, format=format, manifest=record, custom=custom, **options)
     if durations is not None:
         program, coverage = measured(program, load(durations))
         record["durations"] = {"file": durations, **coverage.entry()}

@@ -37,6 +37,7 @@ from stagewright.trace.staging import leftovers, staged, write_file
 from stagewright.trace.templates import (
     FORMATS,
     Batch,
+    Format,
     RangeWriter,
     ShareWriter,
     most_at_once,
@@ -68,15 +69,16 @@ def write(
     ranks: Sequence[int] | None = None,
     manifest: Mapping[str, object],
     extra_files: Mapping[str, bytes] | None = None,
+    custom: Format | None = None,
     **options: Unpack[WriteOptions],
 ) -> dict[str, Any]:
     """Write `ranks` (default: all) of a program to `out`; returns the manifest.
 
     `out` becomes a directory, or one file with `format="bundle"`. `extra_files` are other files of
-    the directory, by name.
+    the directory, by name. `custom` is the format itself, where it is not one of programs.
     """
     formats = (*FORMATS, BUNDLE)
-    if format not in formats:
+    if custom is None and format not in formats:
         hint = did_you_mean(format, formats)
         raise UserError(f"format {format!r}: choose of {', '.join(formats)}{hint}")
     if format == BUNDLE and ranks is not None:
@@ -86,7 +88,9 @@ def write(
     if format == BUNDLE:
         file = _write_bundle(program, _absolute(out), head, options.get("force", False))
         return {**head, "files": entries([file])}
-    return write_ranks(program, out, chosen, head, extra_files=extra_files, **options)
+    return write_ranks(
+        program, out, chosen, head, extra_files=extra_files, custom=custom, **options
+    )
 
 
 def write_ranks(
@@ -98,15 +102,16 @@ def write_ranks(
     users: Sequence[Users] | None = None,
     extra_files: Mapping[str, bytes] | None = None,
     cluster: RayCluster | None = None,
+    custom: Format | None = None,
     **options: Unpack[WriteOptions],
 ) -> dict[str, Any]:
     """Write the files of some ranks, the groups, and the manifest, which begins as `head`.
 
-    `users` as in `Program.group_chunks`, `extra_files` as in `write`. With a `cluster`, its
-    machines write into `out`, which all of them share.
+    `users` as in `Program.group_chunks`, `extra_files` and `custom` as in `write`. With a
+    `cluster`, its machines write into `out`, which all of them share.
     """
     path = _absolute(out)
-    format = FORMATS[head["format"]]
+    format = custom or FORMATS[head["format"]]
     provenance = _provenance(program, head)
     written = _WrittenRanks(len(ranks), options.get("progress"))
     batches: Sequence[Batch] = ()

@@ -84,7 +84,7 @@ def _threads(line: Timeline, lane: Lane) -> dict[int, str]:
     if lane.last_wait is not None:
         names[_host(line)] = "launches by the host"
     tasks = lane.rank_class.tasks
-    thread = _thread(line, lane)
+    thread = thread_of(line, lane)
     slots = tasks.slot[lane.issue.rows]
     axes = comm_axes(line.program, tasks)
     for (kind, slot, collective), axis in zip(axes.keys, axes.axes, strict=True):
@@ -104,7 +104,7 @@ def _threads(line: Timeline, lane: Lane) -> dict[int, str]:
     return dict(sorted(names.items()))
 
 
-def _thread(line: Timeline, lane: Lane) -> Int:
+def thread_of(line: Timeline, lane: Lane) -> Int:
     """The thread of each position: streams in order, then receives by peer."""
     slot = lane.rank_class.tasks.slot[lane.issue.rows].astype(np.int64)
     receives = _KERNELS + num_streams(line.program) + slot
@@ -121,20 +121,22 @@ def _launches(line: Timeline, pid: int, lane: Lane) -> Iterator[str]:
     if lane.last_wait is None or not len(lane.launched):
         return
     last = np.flatnonzero(np.append(np.diff(lane.last_wait.issue_index) != 0, True))
-    begin, end = _nanoseconds(lane.last_wait.end[last]), _nanoseconds(lane.launched[last])
+    begin, end = nanoseconds(lane.last_wait.end[last]), nanoseconds(lane.launched[last])
     for b, e in zip(begin.tolist(), end.tolist(), strict=True):
         if e > b:
             yield (
-                f'{{"ph":"X","pid":{pid},"tid":{_host(line)},"ts":{_micro(b)},'
-                f'"dur":{_micro(e - b)},"name":"launches","cat":"host"}}'
+                f'{{"ph":"X","pid":{pid},"tid":{_host(line)},"ts":{micro(b)},'
+                f'"dur":{micro(e - b)},"name":"launches","cat":"host"}}'
             )
 
 
-def _nanoseconds(ticks: Int) -> Int:
+def nanoseconds(ticks: Int) -> Int:
+    """Ticks as whole nanoseconds."""
     return np.rint(ticks / _TICKS_PER_NS).astype(np.int64)
 
 
-def _micro(ns: int) -> str:
+def micro(ns: int) -> str:
+    """Nanoseconds as a number of microseconds."""
     return f"{ns // 1000}.{ns % 1000:03d}"
 
 
@@ -151,7 +153,7 @@ def _actions(line: Timeline, pid: int, lane: Lane) -> Iterator[str]:
     new = np.append(True, (np.diff(action, axis=1) != 0).any(axis=0))
     first = np.flatnonzero(new)
     last = np.append(first[1:], len(positions)) - 1
-    begin, end = _nanoseconds(lane.begin[positions[first]]), _nanoseconds(lane.end[positions[last]])
+    begin, end = nanoseconds(lane.begin[positions[first]]), nanoseconds(lane.end[positions[last]])
     for (stage, back, microbatch, is_step), b, e in zip(
         action[:, first].T.tolist(), begin.tolist(), end.tolist(), strict=True
     ):
@@ -159,7 +161,7 @@ def _actions(line: Timeline, pid: int, lane: Lane) -> Iterator[str]:
             continue
         name = "step" if is_step else f"{stage}{'FB'[back]}{microbatch}"
         yield (
-            f'{{"ph":"X","pid":{pid},"tid":{_ACTIONS},"ts":{_micro(b)},"dur":{_micro(e - b)},'
+            f'{{"ph":"X","pid":{pid},"tid":{_ACTIONS},"ts":{micro(b)},"dur":{micro(e - b)},'
             f'"name":"{name}","cat":"action"}}'
         )
 
@@ -169,7 +171,7 @@ def _tasks(line: Timeline, pid: int, lane: Lane, arrows: _Arrows) -> Iterator[st
     tasks, rows = lane.rank_class.tasks, lane.issue.rows
     head = [json.dumps(name) for name in tasks.names]
     columns = (
-        lane.kind, _thread(line, lane), arrows.begin, arrows.end, arrows.number,
+        lane.kind, thread_of(line, lane), arrows.begin, arrows.end, arrows.number,
         tasks.name[rows], tasks.phase[rows], tasks.microbatch[rows],
         tasks.flops[rows], tasks.traffic[rows] + tasks.comm_bytes[rows],
     )  # fmt: skip
@@ -180,7 +182,7 @@ def _tasks(line: Timeline, pid: int, lane: Lane, arrows: _Arrows) -> Iterator[st
         where = f'"pid":{pid},"tid":{tid}'
         work = f'"flops":{flops},' if kind == TaskKind.COMPUTE else ""
         yield (
-            f'{{"ph":"X",{where},"ts":{_micro(begin)},"dur":{_micro(end - begin)},'
+            f'{{"ph":"X",{where},"ts":{micro(begin)},"dur":{micro(end - begin)},'
             f'"name":{head[name]},"cat":"{PHASES[phase]}",'
             f'"args":{{"microbatch":{microbatch},{work}"bytes":{size}}}}}'
         )
@@ -188,8 +190,7 @@ def _tasks(line: Timeline, pid: int, lane: Lane, arrows: _Arrows) -> Iterator[st
             way = '"ph":"s"' if kind == TaskKind.SEND else '"ph":"f","bp":"e"'
             at = begin if kind == TaskKind.SEND else end - 1
             yield (
-                f'{{{way},{where},"ts":{_micro(at)},"id":{number},'
-                '"name":"message","cat":"message"}'
+                f'{{{way},{where},"ts":{micro(at)},"id":{number},"name":"message","cat":"message"}}'
             )
 
 
@@ -200,9 +201,9 @@ def _memory(line: Timeline, pid: int, lane: Lane) -> Iterator[str]:
     sampled = memory_timeline(line, pid).sampled(_POINTS)
     by_category = zip(CATEGORIES, sampled.size, strict=True)
     present = [(name, size) for name, size in by_category if size.any()]
-    for point, ns in enumerate(_nanoseconds(sampled.ticks).tolist()):
+    for point, ns in enumerate(nanoseconds(sampled.ticks).tolist()):
         sizes = ",".join(f'"{name}":{size[point]}' for name, size in present)
-        yield f'{{"ph":"C","pid":{pid},"ts":{_micro(ns)},"name":"memory","args":{{{sizes}}}}}'
+        yield f'{{"ph":"C","pid":{pid},"ts":{micro(ns)},"name":"memory","args":{{{sizes}}}}}'
 
 
 class _Arrows(NamedTuple):
@@ -221,7 +222,7 @@ def _arrows(line: Timeline) -> list[_Arrows]:
     lanes, messages = line.lanes, line.endpoints.messages
     arrows = [
         _Arrows(
-            _nanoseconds(lane.begin), _nanoseconds(lane.end), np.full(len(lane.issue), -1, np.int64)
+            nanoseconds(lane.begin), nanoseconds(lane.end), np.full(len(lane.issue), -1, np.int64)
         )
         for lane in lanes
     ]

@@ -30,7 +30,8 @@ from stagewright.errors import UserError
     "format_",
     default="chakra",
     metavar="NAME",
-    help="Format of the traces: chakra, dot, json or bundle. [chakra]",
+    help="Format of the traces: chakra, dot, json, bundle, or kineto, which needs --hardware and "
+    "is by default of one rank of each timing. [chakra]",
 )
 @click.option(
     "--astra-sim", is_flag=True, help="Also write the files with which ASTRA-sim runs the traces."
@@ -59,6 +60,8 @@ def generate(
     chosen = None if ranks is None else runs.parse_ranks(ranks, run.world_size)
     if astra_sim and (cluster.hardware is None or format_ != "chakra" or chosen is not None):
         raise UserError("--astra-sim needs --hardware, and all ranks in --format chakra")
+    if format_ == "kineto" and cluster.hardware is None:
+        raise UserError("--format kineto is of a simulated step; add --hardware")
     with shown() as bar:
         bar.say("compiling")
         compiled = runs.compile_run(run, model, config)
@@ -78,7 +81,7 @@ def generate(
         )
     output.say(runs.describe_written(written, out, started))
     output.show_notes(written.get("astra_sim", {}).get("notes", ()))
-    if cluster.durations is not None:
+    if "durations" in written:
         from stagewright.time import measured
 
         output.say(measured.describe(written["durations"]))

@@ -62,7 +62,7 @@ class TextBatch:
     ranks: Int
     memory: int
     """Bytes that making a file takes, some hundreds a node."""
-    text: Callable[[int], str]
+    text: Callable[[int], str | bytes]
     """The file of a rank."""
     at_most: None = None  # bytes of a file: not known before it is made
     size: None = None
@@ -74,7 +74,8 @@ class TextBatch:
     @contextmanager
     def stamped(self, rank: int) -> Generator[memoryview]:
         """The file of one rank."""
-        yield memoryview(self.text(rank).encode())
+        text = self.text(rank)
+        yield memoryview(text if isinstance(text, bytes) else text.encode())
 
 
 def nodes(program: Program, tasks: Tasks, rank: int) -> Iterator[dict[str, object]]:
