@@ -8,7 +8,7 @@ one `correlation`; of collectives also the arguments of `record_param_comms`.
   part of it.
 - Query, key and value are one product (`time.fused_gemms`), which runs where its first part did.
 - `cuda_sync` events hold what streams and the host wait for. Each kernel has a call, also those of
-  a CUDA graph: the calls after a graph's first take no time.
+  a CUDA graph: calls after its first take no time.
 - A kernel that no operator of PyTorch stands for is `stagewright::` and the names of its ops, on a
   tensor whose reading and writing takes the bytes of the kernel.
 """
@@ -42,7 +42,6 @@ from stagewright.program.shapes import GEMM
 from stagewright.time.fused_gemms import gemms_of, joint_rows
 from stagewright.time.hardware import Hardware
 from stagewright.time.roofline import timing_of
-from stagewright.time.simulate.launches import TENSOR_LAUNCH
 from stagewright.time.simulate.timeline import Lane, Timeline
 from stagewright.trace.formats.json import TextBatch
 from stagewright.trace.templates import Format
@@ -50,6 +49,9 @@ from stagewright.views.perfetto import event, micro, nanoseconds, thread_of
 
 FILE = "rank.{rank}.pt.trace.json.gz"
 """Name of a rank's file; the profiler of PyTorch ends its own so."""
+_APART = 2
+"""Nanoseconds between launches that take no time: of parts of a kernel, or of a CUDA graph. The
+operator of each encloses its call, which is how readers find it."""
 EVENT_BYTES = 1500
 """Text of a task's events, about."""
 
@@ -188,6 +190,7 @@ def _events(line: Timeline, lane: Lane, groups: _Groups, device: int) -> Iterato
         dur=float(nanoseconds(np.array(line.ticks))) / 1000, args={"External id": 0},
     )  # fmt: skip
     times, runs = _times(line, lane, tid), _runs(line, lane)
+    calls = times.launched - times.launch > _APART
     awaited = _awaited(lane, tid)
     recorded = {dep for deps in awaited.values() for dep in deps}
     operators = _Operators(lane.rank_class.work.actions.tasks, lane, groups)
@@ -201,11 +204,11 @@ def _events(line: Timeline, lane: Lane, groups: _Groups, device: int) -> Iterato
         launch, launched, begin, end = (int(column[i]) for column in times)
         if line.steady and end == begin:  # of another step
             continue
-        if not runs[i] and launch == launched and line.hosts is not None:  # part of another
+        if not (runs[i] or calls[i]):  # part of another
             continue
         operator = operators.of(i)
         thread, stream = f'"pid":{host},"tid":{host}', int(tid[i])
-        start = max(launch, launched - round(TENSOR_LAUNCH * 1000))
+        start = launched - 1
         on_device = f'"pid":{device},"tid":{stream}'
         where = {"device": device, "context": 1, "stream": stream}
         for dep in awaited.get(i, ()):
@@ -267,7 +270,7 @@ def _host_call(name: str, thread: str, begin: int, end: int, correlation: int) -
 
 def _times(line: Timeline, lane: Lane, tid: Int) -> _Times:
     """Times of a lane: collectives from when the rank is ready, receives once they are posted."""
-    launched = nanoseconds(lane.launched)
+    lane_launch = launched = nanoseconds(lane.launched)
     cost = np.zeros_like(launched)
     if line.hosts is not None:
         of_class = next(i for i, c in enumerate(line.program.classes) if c is lane.rank_class)
@@ -280,7 +283,13 @@ def _times(line: Timeline, lane: Lane, tid: Int) -> _Times:
         begin[posted[1:]] = np.maximum(begin[posted[1:]], end[posted[:-1]])
         end[posted] = np.maximum(end[posted], begin[posted])
     _join_products(lane, begin, end)
-    return _Times(np.maximum(launched - cost, 0), launched, begin, end)
+    # Tasks that are launched together are launched one after the other.
+    position = np.arange(len(launched))
+    together = np.searchsorted(launched, launched, side="right") - position - 1
+    launched = np.maximum(launched - _APART * together, _APART * (position + 1))
+    before = np.append(0, launched[:-1])
+    launch = np.minimum(np.maximum(lane_launch - cost, before), launched - 1)
+    return _Times(launch, launched, begin, end)
 
 
 def _parts(lane: Lane) -> Iterator[Int]:
@@ -394,7 +403,7 @@ class _Operators:
             batch, m, n, k = self._products.get(row, own)
             stack = [batch] if batch > 1 else []
             dims, name = [[*stack, m, k], [*stack, k, n]], "aten::bmm" if stack else "aten::mm"
-            kernel = f"gemm_{dtype}"
+            kernel = f"grouped_gemm_{dtype}" if stack and not sizes.get("head") else f"gemm_{dtype}"
         elif timing in (Timing.ATTENTION, Timing.ATTENTION_BACKWARD):
             b, h, kv = sizes["batch"], sizes["heads"], sizes["kv_heads"]
             q = [b, sizes["q"], h, sizes["d"]]
@@ -415,6 +424,8 @@ class _Operators:
             item = float(BYTES.get(dtype, 1))
             dims = [[round(int(tasks.traffic[row]) / 2 / item)]]
             name, kernel = f"stagewright::{ops}", f"{ops}_{dtype}"
+            if timing is Timing.MEMORY and "norm" not in ops:
+                kernel = f"elementwise_{kernel}"
         of_operator = {
             "Input Dims": dims,
             "Input type": [kind if each else "Scalar" for each in dims],
@@ -445,8 +456,8 @@ class _Operators:
         tasks, groups = self.tasks, self.groups
         peer, name = groups.peers[int(tasks.slot[row])], "send" if kind == SEND else "recv"
         dtype, count = self._elements(row, int(tasks.comm_bytes[row]))
-        source, target = (groups.rank, peer) if kind == SEND else (peer, groups.rank)
         pair = sorted((groups.rank, peer))
+        source, target = (groups.rank, peer) if kind == SEND else (peer, groups.rank)
         return self._communicates(
             name, "SendRecv", dtype, (count, count),
             {
@@ -454,8 +465,8 @@ class _Operators:
                 "Process Group Description": "p2p",
                 "Process Group Ranks": str(pair),
                 "Group size": 2,
-                "Src Rank": source,
-                "Dst Rank": target,
+                "Src Rank": pair.index(source),
+                "Dst Rank": pair.index(target),
             },
             tasks.names[int(tasks.name[row])],
         )  # fmt: skip
