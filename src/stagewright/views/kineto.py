@@ -161,7 +161,7 @@ class _Groups(NamedTuple):
         }  # fmt: skip
 
 
-class _Operator(NamedTuple):
+class _KernelEvent(NamedTuple):
     """An operator and its kernel: names and arguments."""
 
     name: str
@@ -193,7 +193,7 @@ def _events(line: Timeline, lane: Lane, groups: _Groups, device: int) -> Iterato
     calls = times.launched - times.launch > _APART
     awaited = _awaited(lane, tid)
     recorded = {dep for deps in awaited.values() for dep in deps}
-    operators = _Operators(lane.rank_class.work.actions.tasks, lane, groups)
+    operators = _KernelEvents(lane.rank_class.work.actions.tasks, lane, groups)
     number = len(lane.issue)
     records: dict[int, int] = {}
     waits = np.zeros(len(lane.issue), bool)
@@ -365,7 +365,7 @@ def _awaited(lane: Lane, tid: Int) -> dict[int, list[int]]:
 # ---- operators -----------------------------------------------------------------------------------
 
 
-class _Operators:
+class _KernelEvents:
     """Operators of a lane's tasks."""
 
     def __init__(self, tasks: Tasks, lane: Lane, groups: _Groups) -> None:
@@ -377,9 +377,9 @@ class _Operators:
             fused = gemms_of(tasks, rows)
             sizes = zip(*(fused[x].astype(int).tolist() for x in range(4)), strict=True)
             self._products = dict(zip(rows.tolist(), sizes, strict=True))
-        self._cache: dict[int, _Operator] = {}
+        self._cache: dict[int, _KernelEvent] = {}
 
-    def of(self, index: int) -> _Operator:
+    def of(self, index: int) -> _KernelEvent:
         """Operator of the task with an issue index."""
         row = int(self.lane.row[index])
         if row not in self._cache:
@@ -389,7 +389,7 @@ class _Operators:
             self._cache[row] = (make | copies).get(kind, self._copy)(row, kind)
         return self._cache[row]
 
-    def _compute(self, row: int, _: int) -> _Operator:
+    def _compute(self, row: int, _: int) -> _KernelEvent:
         tasks = self.tasks
         dtype, ops = tasks.dtypes[int(tasks.dtype[row])], tasks.ops[int(tasks.op[row])]
         shape = tasks.shapes[int(tasks.shape[row])] if tasks.shape[row] >= 0 else None
@@ -432,9 +432,9 @@ class _Operators:
             "Concrete Inputs": concrete or [""] * len(dims),
         }
         work = {"name": tasks.names[int(tasks.name[row])], "bytes": int(tasks.traffic[row])}
-        return _Operator(name, kernel, of_operator, work | {"flops": int(tasks.flops[row])})
+        return _KernelEvent(name, kernel, of_operator, work | {"flops": int(tasks.flops[row])})
 
-    def _collective(self, row: int, _: int) -> _Operator:
+    def _collective(self, row: int, _: int) -> _KernelEvent:
         tasks, groups, slot = self.tasks, self.groups, int(self.tasks.slot[row])
         collective, ranks = COLLECTIVES[int(tasks.collective[row])], groups.ranks[slot]
         name, kernel = COLLECTIVE_NAMES[collective]
@@ -452,7 +452,7 @@ class _Operators:
             tasks.names[int(tasks.name[row])],
         )  # fmt: skip
 
-    def _message(self, row: int, kind: int) -> _Operator:
+    def _message(self, row: int, kind: int) -> _KernelEvent:
         tasks, groups = self.tasks, self.groups
         peer, name = groups.peers[int(tasks.slot[row])], "send" if kind == SEND else "recv"
         dtype, count = self._elements(row, int(tasks.comm_bytes[row]))
@@ -482,20 +482,20 @@ class _Operators:
     def _communicates(
         self, name: str, kernel: str, dtype: str, elements: tuple[int, int], group: dict[str, Any],
         label: str,
-    ) -> _Operator:  # fmt: skip
+    ) -> _KernelEvent:  # fmt: skip
         args = {
             "Collective name": name, "dtype": dtype, "In msg nelems": elements[0],
             "Out msg nelems": elements[1], "In split size": "[]", "Out split size": "[]", **group,
         }  # fmt: skip
-        return _Operator(
+        return _KernelEvent(
             "record_param_comms", f"ncclDevKernel_{kernel}_{dtype}", args, {**args, "name": label}
         )
 
-    def _copy(self, row: int, kind: int) -> _Operator:
+    def _copy(self, row: int, kind: int) -> _KernelEvent:
         assert kind in (LOAD, STORE)
         size, dtype = int(self.tasks.comm_bytes[row]), _BYTE[0]
         name = (
             "Memcpy HtoD (Pinned -> Device)" if kind == LOAD else "Memcpy DtoH (Device -> Pinned)"
         )
         dims = {"Input Dims": [[size], [size]], "Input type": [dtype, dtype]}
-        return _Operator("aten::copy_", name, dims, {"bytes": size}, "gpu_memcpy")
+        return _KernelEvent("aten::copy_", name, dims, {"bytes": size}, "gpu_memcpy")
