@@ -216,7 +216,7 @@ def test_help_names_the_formats(call: Call):
 
     text = call("generate", "--help").out
 
-    assert f"{', '.join(FORMATS)} or {BUNDLE}. [chakra]" in " ".join(text.split())
+    assert f"{', '.join(FORMATS)}, {BUNDLE} or kineto. [chakra]" in " ".join(text.split())
 
 
 def test_generate_some_ranks(call: Call, tmp_path: Path):

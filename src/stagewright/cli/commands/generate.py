@@ -30,8 +30,7 @@ from stagewright.errors import UserError
     "format_",
     default="chakra",
     metavar="NAME",
-    help="Format of the traces: chakra, dot, json, bundle, or kineto, which needs --hardware and "
-    "is by default of one rank of each timing. [chakra]",
+    help="Format of the traces: chakra, dot, json, bundle or kineto. [chakra]",
 )
 @click.option(
     "--astra-sim", is_flag=True, help="Also write the files with which ASTRA-sim runs the traces."
