@@ -81,11 +81,16 @@ def spans(ranks: Sequence[int], limit: int = 4) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A duration in seconds, milliseconds or microseconds.
+    """A duration in hours, minutes, seconds, milliseconds or microseconds.
 
     >>> duration(12.3456), duration(0.0123456), duration(2.5e-5)
     ('12.35 s', '12.35 ms', '25.00 us')
+    >>> duration(1144), duration(11131)
+    ('19.07 min', '3.09 h')
     """
+    for unit, scale, least in (("h", 3600.0, 7200.0), ("min", 60.0, 600.0)):
+        if seconds >= least:
+            return f"{seconds / scale:.2f} {unit}"
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= scale:
             return f"{seconds / scale:.2f} {unit}"

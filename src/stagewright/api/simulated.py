@@ -25,6 +25,7 @@ from stagewright.texttable import Table
 from stagewright.time.durations import task_seconds
 from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
+from stagewright.time.job import goodput_of
 from stagewright.time.measured import Coverage, load, measured
 from stagewright.time.network import Machine
 from stagewright.time.ownership import costs_of
@@ -162,9 +163,9 @@ def simulate(
             topology=cluster.topology,
             algorithm=cluster.algorithm,
         )
+    goodput = goodput_of(compiled, cluster, machine.hardware)
     step = simulate_step(compiled, machine, how, cluster.stragglers, progress)
-    asked = None if cluster.hardware is None else cluster
-    return Simulation(step.compiled, step.machine, step.timeline, asked, coverage)
+    return Simulation(step.compiled, step.machine, step.timeline, cluster, coverage, goodput)
 
 
 def _sections(

@@ -195,7 +195,7 @@ class Candidates:
     @property
     def machine_ids(self) -> Int:
         """Number of each distinct (hardware, cluster, execution, world size): [candidates]."""
-        names = {HARDWARE, *_names_in("cluster"), *_names_in("execution")}
+        names = {HARDWARE, *names_in("cluster"), *names_in("execution")}
         systems = self.distinct(*(name for name in self.columns if name in names)).tuple_of
         return distinct_numbers([systems, self.world_size], self.count)[1]
 
@@ -268,7 +268,7 @@ class Candidates:
 
     def execution(self, index: int) -> Execution:
         """Execution of one candidate."""
-        return replace(self.base.execution, **self._values(index, _names_in("execution")))
+        return replace(self.base.execution, **self._values(index, names_in("execution")))
 
     def describe(self, index: int) -> str:
         """Run of one candidate, and non-default settings of its execution."""
@@ -276,7 +276,7 @@ class Candidates:
 
     def cluster(self, index: int) -> ClusterSection:
         """Settings of one candidate's machine, except `hardware`."""
-        return replace(self.base.cluster, **self._values(index, _names_in("cluster") - {HARDWARE}))
+        return replace(self.base.cluster, **self._values(index, names_in("cluster") - {HARDWARE}))
 
     def hardware(self, index: int) -> Hardware:
         """Hardware of one candidate."""
@@ -297,5 +297,6 @@ class Candidates:
         return {name: col.at(index) for name, col in self.columns.items() if name in selected}
 
 
-def _names_in(section: str) -> set[str]:
+def names_in(section: str) -> set[str]:
+    """Names of the settings of a section."""
     return {setting.name for setting in EXPERIMENT.values() if setting.section == section}

@@ -328,6 +328,7 @@ class _Estimates:
             tflops=full * rate / 1e12,
             joules=watts * gpus * self.seconds,
             usd=usd * gpus * self.seconds,
+            useful=np.ones(len(candidates)),
             simulated=np.zeros(len(candidates), dtype=bool),
         )
 

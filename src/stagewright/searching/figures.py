@@ -3,7 +3,8 @@
 >>> import numpy as np
 >>> two = np.array([2.0, 1.0])
 >>> figures = Figures(two, {"parameters": np.array([10, 30])}, np.array([20, 20]), {}, 0 * two,
-...     np.array([8, 8]), 0.4 * two, 0.3 * two, 400 * two, 700 * two, 3 * two, two > 1)
+...     np.array([8, 8]), 0.4 * two, 0.3 * two, 400 * two, 700 * two, 3 * two,
+...     two > 0, two > 1)
 >>> figures.peak.tolist(), figures.fits.tolist(), figures.tokens_per_second.tolist()
 ([10, 30], [True, False], [4.0, 8.0])
 >>> merged = Figures.concatenated([figures.take([1]), figures])
@@ -23,7 +24,10 @@ from typing import Any, Self
 import numpy as np
 
 from stagewright.arrays import Bool, Float, Int
-from stagewright.searching.candidates import Candidates
+from stagewright.lower.checkpoint import checkpoint
+from stagewright.lower.compile import compile
+from stagewright.searching.candidates import HARDWARE, Candidates, names_in
+from stagewright.time.job import goodput_with
 from stagewright.time.ownership import costs_of
 
 _BY_NAME = ("memory", "exposed")
@@ -56,6 +60,8 @@ class Figures:
     """Energy of a step over all GPUs."""
     usd: Float
     """Cost of a step over all GPUs; NaN without a price."""
+    useful: Float
+    """Useful share of the time of the job, with its checkpoints and failures; 1 without."""
     simulated: Bool
     """True for metrics of `simulate`, false for estimates."""
 
@@ -101,7 +107,7 @@ class Figures:
         """Estimates: these metrics plus `times` the difference to `other`; absent columns are 0."""
         columns, ends, zeros = self._columns(), other._columns(), 0 * self.tokens
         for name in {**columns, **ends}:
-            if name[0] not in ("simulated", "tokens", "device_memory"):
+            if name[0] not in ("simulated", "tokens", "device_memory", "useful"):
                 start, end = columns.get(name, zeros), ends.get(name, zeros)
                 values = start + times * (end - start)
                 columns[name] = np.ceil(values).astype(np.int64) if name[0] == "memory" else values
@@ -143,10 +149,30 @@ class Figures:
     @classmethod
     def missing(cls, count: int) -> Self:
         """Metrics of candidates that were neither estimated nor simulated: NaN, or 0."""
-        names = "seconds", "bubble", "mfu", "mfu_causal", "tflops", "joules", "usd"
+        names = "seconds", "bubble", "mfu", "mfu_causal", "tflops", "joules", "usd", "useful"
         columns: dict[str, Any] = {name: np.full(count, np.nan) for name in names}
         columns |= {name: np.zeros(count, dtype=np.int64) for name in ("device_memory", "tokens")}
         return cls(**columns, memory={}, exposed={}, simulated=np.zeros(count, dtype=bool))
+
+
+def with_useful_shares(candidates: Candidates, figures: Figures) -> Figures:
+    """Estimates with the useful share of the job; checkpoints have the size of the first's."""
+    cluster = candidates.base.cluster
+    if not cluster.failures or not len(candidates):
+        return figures
+    memory = candidates.hardware(0).memory
+    size = checkpoint(compile(candidates.run(0), candidates.model, device_memory=memory))
+    gpus, dp = candidates.world_size, candidates.numbers("dp")
+
+    def useful_share(index: int) -> float:
+        even = replace(size, by_pipeline_rank=(size.bytes / int(gpus[index]),))
+        return goodput_with(
+            candidates.cluster(index), candidates.hardware(index), even,
+            gpus=int(gpus[index]), replicas=int(dp[index]),
+        ).useful_share  # fmt: skip
+
+    names = ("tp", "cp", "dp", "pp", HARDWARE, *sorted(candidates.columns.keys() & names_in("cluster")))
+    return replace(figures, useful=candidates.map_distinct(names, useful_share))
 
 
 def with_costs(candidates: Candidates, figures: Figures) -> Figures:

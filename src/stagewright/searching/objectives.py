@@ -30,7 +30,8 @@ def _memory(figures: Figures) -> Float:
 OBJECTIVES: Mapping[str, Callable[[Figures], Float]] = {
     "time": lambda figures: figures.seconds / _tokens(figures),
     "memory": _memory,
-    "cost": lambda figures: figures.usd / _tokens(figures),
+    "days": lambda figures: figures.seconds / _tokens(figures) / figures.useful,
+    "cost": lambda figures: figures.usd / _tokens(figures) / figures.useful,
     "energy": lambda figures: figures.joules / _tokens(figures),
     "mfu": lambda figures: -figures.mfu,
 }
@@ -39,6 +40,7 @@ OBJECTIVES: Mapping[str, Callable[[Figures], Float]] = {
 MISSING: Mapping[str, str] = {
     "time": "no time is known",
     "memory": "no memory is known",
+    "days": "no time is known",
     "cost": "{hardware}: no price is known; give --price or --costs",
     "energy": "{hardware}: no figures of power are known",
     "mfu": "only training has an MFU; use --objective time",

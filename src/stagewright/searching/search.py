@@ -24,7 +24,7 @@ from stagewright.searching import objectives
 from stagewright.searching.candidates import Candidates
 from stagewright.searching.choices import choices_of
 from stagewright.searching.estimate import estimate, lower_bounds
-from stagewright.searching.figures import Figures, with_costs
+from stagewright.searching.figures import Figures, with_costs, with_useful_shares
 from stagewright.searching.ranking import (
     MEMORY_STEP,
     SLACK,
@@ -114,7 +114,8 @@ def search(
     if small:
         estimated = Figures.missing(len(candidates))
     else:
-        estimated = with_costs(candidates, estimator(candidates, executor))
+        estimated = with_useful_shares(candidates, estimator(candidates, executor))
+        estimated = with_costs(candidates, estimated)
     indices = np.arange(len(candidates))
     figures = estimated.take(indices)  # a copy: simulations overwrite it
     ranking = Ranking(candidates, estimated, options, figures)

@@ -16,8 +16,10 @@ from stagewright.blocks.recipe import PRECISIONS
 from stagewright.errors import UserError
 from stagewright.executors import Executor, Processes
 from stagewright.lower.compile import compile
+from stagewright.run.sections.cluster import ClusterSection
 from stagewright.searching.candidates import Candidates
 from stagewright.searching.figures import Figures
+from stagewright.time.job import goodput_of
 from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate.step import SimulatedStep, simulate
 
@@ -82,7 +84,7 @@ def _simulate_job(job: tuple[int, Candidates]) -> _Result:
     number, candidate = job
     try:
         step = step_of(candidate, 0)
-        figures = _step_figures(step, candidate.cluster(0).price)
+        figures = _step_figures(step, candidate.cluster(0))
         return _Result(number, figures, "", step.mean.launches)
     except UserError as error:
         return _Result(number, Figures.missing(1), str(error))
@@ -96,9 +98,10 @@ def step_of(candidates: Candidates, index: int) -> SimulatedStep:
     return simulate(compiled, machine, candidates.execution(index), stragglers)
 
 
-def _step_figures(step: SimulatedStep, price: float | None = None) -> Figures:
-    """Metrics of one simulated step, as a candidate batch of size 1; `price`: USD per GPU-hour."""
-    fit, expense, run = step.fit, step.expense(price), step.compiled.run
+def _step_figures(step: SimulatedStep, cluster: ClusterSection) -> Figures:
+    """Metrics of one simulated step, as a candidate batch of size 1."""
+    fit, expense, run = step.fit, step.expense(cluster.price), step.compiled.run
+    goodput = goodput_of(step.compiled, cluster, step.machine.hardware)
     usd = expense.usd_per_million_tokens
     trains = run.mode == "train"
     peak = peak_flops(step.machine.hardware, PRECISIONS[run.precision].product)
@@ -114,5 +117,6 @@ def _step_figures(step: SimulatedStep, price: float | None = None) -> Figures:
         tflops=np.array([step.mfu * peak / 1e12 if trains else np.nan]),
         joules=np.array([expense.joules]),
         usd=np.array([np.nan if usd is None else usd * step.tokens / 1e6]),
+        useful=np.array([goodput.useful_share if goodput else 1.0]),
         simulated=np.array([True]),
     )

@@ -1,10 +1,21 @@
-"""The machine that a step runs on."""
+"""The machine that a step runs on, and the job that repeats the step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from stagewright.run.sections.declare import Count, Factor, Text, Weight, setting
+from stagewright.run.sections.declare import (
+    TRAINING,
+    Amount,
+    Count,
+    Factor,
+    Number,
+    Seconds,
+    Switch,
+    Text,
+    Weight,
+    setting,
+)
 
 Topology = Literal["two_tier", "fullflat"]
 Algorithm = Literal["best", "ring", "tree", "hierarchical", "direct", "in_network"]
@@ -46,4 +57,66 @@ class ClusterSection:
         "CSV of measured kernels and collectives (see show --kernels).",
         unset="none",
         metavar="FILE",
+    )
+    tokens: Amount | None = setting(
+        None,
+        "Tokens to train on, such as 15T: days, cost and energy of the whole job.",
+        modes=TRAINING,
+        metavar="TOKENS",
+    )
+    failures: Weight | None = setting(
+        None,
+        "Interruptions of the job per 1,000 node-days.",
+        unset="no failures",
+        modes=TRAINING,
+        metavar="RATE",
+    )
+    checkpoint: Text = setting(
+        "auto",
+        "Minutes between two checkpoints, or a time such as 30min; auto: the best.",
+        modes=TRAINING,
+        metavar="TIME",
+    )
+    storage_gb_s: Factor | None = setting(
+        None,
+        "Bandwidth of the storage for checkpoints, of all nodes together (GB/s).",
+        modes=TRAINING,
+        metavar="GB/S",
+    )
+    detect: Seconds | None = setting(
+        None,
+        "Time until a failure is detected and its node replaced.",
+        modes=TRAINING,
+        metavar="TIME",
+    )
+    restart: Seconds | None = setting(
+        None,
+        "Time from then until the first step: start, communicators, reading a checkpoint.",
+        modes=TRAINING,
+        metavar="TIME",
+    )
+    async_checkpoint: Switch = setting(
+        False,
+        "Train on while a checkpoint is stored, after its copy to the memory of the host.",
+        names=("async_save",),
+        modes=TRAINING,
+    )
+    replica_recovery: Seconds | None = setting(
+        None,
+        "Replicas of dp fail alone: time for which the others wait.",
+        unset="a failure stops all",
+        modes=TRAINING,
+        metavar="TIME",
+    )
+    spares: Number | None = setting(
+        None,
+        "Spare nodes, which replace nodes in repair.",
+        unset="always enough",
+        modes=TRAINING,
+    )
+    repair: Seconds | None = setting(
+        None,
+        "Time until a failed node is back, for spares.",
+        modes=TRAINING,
+        metavar="TIME",
     )

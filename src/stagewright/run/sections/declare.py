@@ -112,7 +112,32 @@ class Duration(Exactly):
         return {"type": "function-before", "function": function, "schema": self._schema}
 
 
+_COUNT = re.compile(r"\s*([0-9]+\.?[0-9]*(?:e[0-9]+)?|\.[0-9]+)\s*([kKMBGT]|)\s*")
+_THOUSANDS = {"": 0, "k": 1, "K": 1, "M": 2, "B": 3, "G": 3, "T": 4}
+
+
+class Quantity(Exactly):
+    """A positive number, or text with a unit of thousands: `15T`, `300B`."""
+
+    kind = str
+
+    def __init__(self) -> None:
+        """No largest number but that of floating point."""
+        super().__init__("float", gt=0, allow_inf_nan=False)
+
+    def __get_pydantic_core_schema__(self, source: object, handler: object) -> dict[str, object]:
+        """The rule as pydantic reads it."""
+
+        def read(value: object) -> object:
+            match = _COUNT.fullmatch(value) if isinstance(value, str) else None
+            return float(match[1]) * 1000.0 ** _THOUSANDS[match[2]] if match else value
+
+        function = {"type": "no-info", "function": read}
+        return {"type": "function-before", "function": function, "schema": self._schema}
+
+
 Seconds = Annotated[float, Duration()]
+Amount = Annotated[float, Quantity()]
 Count = Annotated[int, Whole(1)]
 Number = Annotated[int, Whole(0)]
 Factor = Annotated[float, Real(gt=0, le=1e6)]

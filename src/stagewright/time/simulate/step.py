@@ -39,6 +39,7 @@ from stagewright.run.sections.execution import Execution
 from stagewright.time.dispatch import DispatchKernels
 from stagewright.time.durations import task_seconds
 from stagewright.time.engines import engine_seconds, served_machine
+from stagewright.time.job import Goodput, Job, job_of
 from stagewright.time.measured import Coverage
 from stagewright.time.network import Machine
 from stagewright.time.ownership import load as load_costs
@@ -133,6 +134,8 @@ class SimulatedStep(StepTimeline):
     """Settings of the machine, if it was chosen by name."""
     durations: Coverage | None = None
     """Coverage of the step by a file of measured durations."""
+    goodput: Goodput | None = None
+    """Useful share of the time of a job, if its failures are known."""
 
     def __repr__(self) -> str:
         return f"<{self.compiled.run.describe()} on {self.machine}: {duration(self.seconds)}>"
@@ -308,6 +311,20 @@ class SimulatedStep(StepTimeline):
             price = load_costs(costs).usd_per_gpu_hour(at_price().watts_per_gpu)
         return at_price(price=price)
 
+    @cached_property
+    def job(self) -> Job | None:
+        """Whole job that repeats this step, if the cluster names its tokens."""
+        if self.cluster is None:
+            return None
+        spent = self.expense()
+        usd = spent.usd_per_million_tokens
+        return job_of(
+            self.cluster, self.machine.hardware, self.goodput.useful_share if self.goodput else 1.0,
+            tokens_per_second=self.tokens_per_second, gpus=self.machine.gpus,
+            watts_per_gpu=spent.watts_per_gpu,
+            price=None if usd is None else usd * self.tokens_per_second * 3600e-6 / self.machine.gpus,
+        )  # fmt: skip
+
     @property
     def notes(self) -> list[str]:
         """Assumptions about what the machine does not support, and coverage by measurements."""
@@ -343,6 +360,8 @@ class SimulatedStep(StepTimeline):
             **self._serving(),
             "memory": self.fit.entry(),
             "power": self.expense()._asdict(),
+            **({"goodput": self.goodput.to_dict()} if self.goodput else {}),
+            **({"job": asdict(self.job)} if self.job else {}),
             "execution": self._execution(),
             "mean": asdict(self.mean),
             "critical_path": self.critical_path,

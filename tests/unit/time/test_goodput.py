@@ -1,0 +1,208 @@
+"""Goodput: closed forms beside published figures and a simulation of failures; checkpoints."""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+import stagewright as sw
+from stagewright.errors import UserError
+from stagewright.lower.checkpoint import checkpoint
+from stagewright.time.goodput import (
+    Failures,
+    Saving,
+    best_period,
+    daly,
+    interruption_seconds,
+    replicated_share,
+    useful_share,
+    young,
+)
+
+DATA = Path(__file__).parents[2] / "data"
+
+
+def _published_periods() -> list[dict[str, str]]:
+    lines = (DATA / "checkpoint_periods.csv").read_text().splitlines()
+    return [*csv.DictReader(line for line in lines if not line.startswith("#"))]
+
+
+@pytest.mark.parametrize("row", _published_periods(), ids=lambda row: row["processors"])
+def test_best_periods_are_the_published_ones(row: dict[str, str]) -> None:
+    fleet = Failures(float(row["mtbf"]), detect=60, restart=600)
+    assert young(fleet, 600) == pytest.approx(float(row["young"]), abs=1)
+    assert daly(fleet, 600) == pytest.approx(float(row["daly"]), abs=1)
+    # The paper's optimum is of simulated traces: 0.13% off at most.
+    assert best_period(fleet, Saving(600, 600)) == pytest.approx(float(row["optimal"]), rel=0.0014)
+
+
+def _simulated_share(period: float, failures: Failures, saving: Saving, periods: int) -> float:
+    """Useful share of a job that is played failure by failure."""
+    draw = random.Random(7)
+    mean = failures.interruption_seconds
+    clock, kept, fails_at = 0.0, 0, draw.expovariate(1 / mean)
+    at = 0.0  # progress within the period of index `kept`, stall first
+    while kept < periods:
+        end = clock + period - at
+        if end <= fails_at:
+            clock, at, kept = end, 0.0, kept + 1
+            continue
+        at += fails_at - clock
+        # The checkpoint at the start of this period is stored `write` after it was taken.
+        if saving.asynchronous and kept and at < saving.write:
+            kept -= 1
+        at = 0.0
+        clock = fails_at + failures.detect
+        while True:  # a restart may fail as well
+            fails_at = clock + draw.expovariate(1 / mean)
+            if clock + failures.restart <= fails_at:
+                clock += failures.restart
+                break
+            clock = fails_at + failures.detect
+    return kept * (period - saving.stall) / clock
+
+
+@pytest.mark.parametrize(
+    ("mean", "detect", "restart", "saving", "period", "off"),
+    [
+        (11_131, 60, 200, Saving(57, 57), 1144, 0.01),
+        (3_600, 60, 600, Saving(300, 300), 1500, 0.01),
+        (1_080, 30, 600, Saving(60, 60), 400, 0.02),  # M is near T, R and D
+        (11_131, 60, 200, Saving(4, 300, asynchronous=True), 600, 0.01),
+        (40_000, 600, 900, Saving(10, 900, asynchronous=True), 1800, 0.01),
+    ],
+)
+def test_the_closed_form_is_that_of_a_job_played_failure_by_failure(
+    mean: float, detect: float, restart: float, saving: Saving, period: float, off: float
+) -> None:
+    failures = Failures(mean, detect, restart)
+    simulated = _simulated_share(period, failures, saving, 60_000)
+    assert useful_share(period, failures, saving) == pytest.approx(simulated, rel=off)
+
+
+def test_no_period_is_better_than_the_best() -> None:
+    draw = random.Random(3)
+    for _ in range(200):
+        failures = Failures(10 ** draw.uniform(2.5, 6), draw.uniform(0, 900), draw.uniform(0, 900))
+        write = 10 ** draw.uniform(0, 3)
+        saving = Saving(write * draw.choice((1, 0.02)), write, asynchronous=draw.random() < 0.5)
+        best = best_period(failures, saving)
+        share = useful_share(best, failures, saving)
+        assert best >= saving.shortest_period
+        for factor in (0.5, 0.9, 0.99, 1.01, 1.1, 2, 10):
+            other = max(best * factor, saving.shortest_period * 1.0001)
+            assert useful_share(other, failures, saving) <= share * (1 + 1e-9)
+
+
+def test_published_jobs() -> None:
+    """Interruptions and useful shares that reports name; assumptions in docs/guides/goodput.md."""
+    # Llama 3 405B (arXiv 2407.21783, 3.3.4): 419 unexpected interruptions of 2,048 nodes in 54 days,
+    # more than 90% useful.
+    mean = interruption_seconds(2048, 1000 * 419 / (54 * 2048))
+    assert mean * 419 == pytest.approx(54 * 86_400)
+    fleet = Failures(mean, detect=60, restart=200)  # restart: 16,384 GPUs of arXiv 2602.00277
+    assert useful_share(360, fleet, Saving(6, 6)) > 0.9
+    # FT-HSDP (arXiv 2602.00277) on 100,000 GPUs: a failure every 18 minutes; 44% useful where each
+    # takes 10 minutes, 80% where replicas fail alone and each stalls the others for 3.
+    fleet = Failures(18 * 60, detect=0, restart=600)
+    assert 0.40 < useful_share(360, fleet, Saving(6, 6)) < 0.50
+    assert replicated_share(fleet, replicas=100, stall=180) == pytest.approx(0.83, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model": "gpt2", "tp": 4, "dp": 2, "vocab": 50304},  # tied tables
+        {"model": "gpt2", "pp": 4, "dp": 2, "zero": 1, "global_batch_size": 16, "vocab": 50304},
+        {"model": "llama3-8b", "tp": 2, "cp": 2, "dp": 2, "zero": 3, "layers": 4},
+        {"model": "llama3-8b", "pp": 2, "vpp": 2, "layers": 8, "global_batch_size": 8},
+        {"model": "llama3-8b", "pp": 4, "schedule": "dualpipe", "layers": 8, "global_batch_size": 16},
+        {"model": "mixtral-8x7b", "tp": 2, "ep": 4, "dp": 4, "zero": 1, "layers": 4},
+        {"model": "deepseek-v3", "ep": 8, "dp": 8, "pp": 2, "layers": 8, "global_batch_size": 64},
+    ],
+    ids=lambda of: " ".join(f"{k}={v}" for k, v in of.items()),
+)
+def test_a_checkpoint_holds_each_parameter_and_state_once(settings: dict[str, object]) -> None:
+    compiled = sw.compile(**settings)  # pyright: ignore
+    of = checkpoint(compiled)
+    biases = 0  # of the routers of DeepSeek-V3, which count as no parameters: fp32
+    if settings["model"] == "deepseek-v3":
+        biases = 4 * 256 * 5
+    assert of.by_category["parameters"] == 2 * compiled.parameters + biases
+    assert of.by_category["optimizer"] == 12 * compiled.parameters  # master copy, two moments
+    gpus = compiled.program.mesh.world_size / len(of.by_pipeline_rank)
+    assert sum(of.by_pipeline_rank) * gpus == pytest.approx(of.bytes)
+
+
+JOB = {
+    "hardware": "h100-sxm", "nodes": 2, "failures": 3.8, "storage_gb_s": 10, "detect": 60,
+    "restart": 300, "tokens": "100B",
+}  # fmt: skip
+
+
+def _simulate(**changes: object) -> sw.Simulation:
+    settings = {**JOB, "layers": 4, "tp": 8, **changes}
+    given = {name: value for name, value in settings.items() if value is not None}
+    return sw.simulate("llama3-8b", **given)  # pyright: ignore
+
+
+def test_a_job_says_what_it_assumes() -> None:
+    step = _simulate()
+    of, job = step.goodput, step.job
+    assert of is not None and job is not None and of.saving is not None
+    assert of.nodes == 2 and of.interruption_seconds == pytest.approx(86_400 * 1000 / 7.6)
+    assert of.saving.stall == pytest.approx(of.checkpoint.bytes / 10e9)
+    assert job.days == pytest.approx(job.days_without_failures / of.useful_share)
+    assert job.days_without_failures == pytest.approx(1e11 / step.tokens_per_second / 86_400)
+    entry = step.to_dict()
+    assert entry["goodput"]["checkpoint"]["bytes"] == of.checkpoint.bytes
+    assert entry["job"]["tokens"] == 1e11
+    text = "\n".join(map(str, step.text()))
+    assert "goodput 99" in text and "100 billion tokens: " in text
+
+
+def test_stalls_end_with_asynchronous_checkpoints_and_independent_replicas() -> None:
+    synchronous, asynchronous, replicas = (
+        _simulate(failures=3000, **more).goodput
+        for more in ({}, {"async_checkpoint": True}, {"replica_recovery": 30})
+    )
+    assert synchronous and asynchronous and replicas
+    assert synchronous.useful_share < asynchronous.useful_share < replicas.useful_share
+    assert replicas.saving is None and replicas.period is None
+
+
+def test_spares_are_paid_and_their_shortage_waits() -> None:
+    without, few, many = (
+        _simulate(failures=300, **more) for more in ({}, {"spares": 0, "repair": "24h"},
+                                                     {"spares": 3, "repair": "24h"})
+    )  # fmt: skip
+    assert without.goodput and few.goodput and many.goodput and few.goodput.spares
+    assert few.goodput.spares.in_repair == pytest.approx(0.6)
+    waits = 1 - math.exp(-0.6)
+    assert few.goodput.useful_share == pytest.approx(without.goodput.useful_share * (1 - waits))
+    assert many.goodput.useful_share == pytest.approx(without.goodput.useful_share, rel=0.005)
+    assert without.job and many.job and without.job.usd and many.job.usd
+    assert many.job.usd / many.job.days == pytest.approx(without.job.usd / without.job.days * 2.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"failures": None}, "storage_gb_s means nothing without failures"),
+        ({"detect": None}, "failures need detect; give --detect, such as 60s"),
+        ({"storage_gb_s": None}, "failures need storage_gb_s; give --storage-gb-s"),
+        ({"checkpoint": "soon"}, "checkpoint: got 'soon', wanted minutes"),
+        ({"checkpoint": "1s"}, "give a longer time, or more --storage-gb-s"),
+        ({"repair": "1h"}, "give --spares"),
+        ({"spares": 2}, "failures need repair"),
+        ({"tokens": "15Q"}, "tokens is '15Q'"),
+        ({"failures": -1}, "failures is -1"),
+    ],
+)
+def test_what_is_missing_is_asked_for(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+        _simulate(**changes)
