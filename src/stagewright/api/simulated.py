@@ -53,11 +53,13 @@ class Simulation(SimulatedStep, PublicResult):
     * `fits`: whether every rank fits into the memory of a device; `peak_memory`: bytes of the
       fullest rank; `memory_peaks`: bytes of each lane at its peak, by category.
     * `critical_path`: seconds by phase of kernels and axis of communication.
+    * `goodput`: useful share of the time of a job with failures; `job`: its days, USD and MWh.
+    * `power_over_time`: watts of a GPU, a node and all GPUs over the step.
     * `served`: TTFT, TPOT and rates of a step of inference.
     * `compiled`, `machine`, `timeline`: the run, the machine, and all tasks in time.
 
-    Tables: `parts` (where the time of a GPU goes), `transfers` (communication by axis), and
-    `tasks` of one `lane` in time.
+    Tables: `parts` (where the time of a GPU goes), `transfers` (communication by axis), `power`
+    (watts over the step), and `tasks` of one `lane` in time.
     """
 
     suffixes = (".json", ".html")
@@ -85,6 +87,7 @@ class Simulation(SimulatedStep, PublicResult):
         return {
             "parts": lambda: step_tables.parts(self),
             "transfers": lambda: step_tables.transfers(self),
+            "power": lambda: step_tables.power(self),
             "tasks": partial(step_tables.tasks_in_time, self, lane=0),
         }
 

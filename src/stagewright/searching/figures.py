@@ -171,7 +171,14 @@ def with_useful_shares(candidates: Candidates, figures: Figures) -> Figures:
             gpus=int(gpus[index]), replicas=int(dp[index]),
         ).useful_share  # fmt: skip
 
-    names = ("tp", "cp", "dp", "pp", HARDWARE, *sorted(candidates.columns.keys() & names_in("cluster")))
+    names = (
+        "tp",
+        "cp",
+        "dp",
+        "pp",
+        HARDWARE,
+        *sorted(candidates.columns.keys() & names_in("cluster")),
+    )
     return replace(figures, useful=candidates.map_distinct(names, useful_share))
 
 

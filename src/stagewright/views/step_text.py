@@ -54,11 +54,13 @@ def step_text(step: SimulatedStep, price: float | None = None) -> Iterator[Item]
     if step.compiled.capacity is not None:
         yield hold_line(step.compiled.capacity)
     yield _critical_path(step.critical_path, step.seconds)
-    expense = step.expense(price)
+    expense, over_time = step.expense(price), step.power_over_time.job
     usd = expense.usd_per_million_tokens
     yield (
         f"power: {expense.watts_per_gpu:,.0f} W per GPU, {expense.joules_per_token:.3g} J per token"
         + ("" if usd is None else f"; {usd:.3g} USD per million tokens")
+        + f"; all GPUs: {_kilowatts(over_time.mean)}, at most {_kilowatts(over_time.peak)}, swings "
+        f"of {_kilowatts(over_time.swing)} within 10 ms"
     )
     yield from _goodput_lines(step)
     yield from map(str, remarks(step.compiled, step))
@@ -90,6 +92,10 @@ def _goodput_lines(step: SimulatedStep) -> Iterator[str]:
             f"{count(round(job.tokens))} tokens: {job.days:,.1f} days{cost}, "
             f"{job.mwh:,.1f} MWh{rest}"
         )
+
+
+def _kilowatts(watts: float) -> str:
+    return quantity(round(watts), "W")
 
 
 def _checkpoint_line(of: Goodput, saving: Saving, period: float) -> str:

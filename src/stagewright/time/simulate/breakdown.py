@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.arrays import Bool, Int
-from stagewright.program.columns import COLLECTIVE, PHASES, RECV
+from stagewright.program.columns import COLLECTIVE, PHASES, RECV, TaskKind
 from stagewright.time.simulate.timeline import TICK, Lane, Timeline
 
 _Task = tuple[int, int]
@@ -83,13 +83,22 @@ def breakdown(timeline: Timeline, lane: Lane) -> Breakdown:
     axes, kernel = axes_of(timeline, lane), np.flatnonzero(lane.is_kernel)
     ticks = (lane.end - lane.begin)[kernel]
     phase = lane.rank_class.work.actions.tasks.phase[lane.row[kernel]]
-    exposed, bubble, launches = _waits(lane, axes, kernel)
-    bubble += int(timeline.ticks - lane.end.max())
+    waits = _waits(lane, kernel)
+    bubble = waits.bubble + int(timeline.ticks - lane.end.max())
+    exposed = np.zeros(len(axes.names) + 1, dtype=np.int64)  # the last one: kernels
+    np.add.at(exposed, axes.axis[waits.task], waits.end - waits.begin)
     return Breakdown(
         _seconds(PHASES, [ticks[phase == p].sum() for p in range(len(PHASES))]),
-        _seconds(axes.names, exposed.tolist()), bubble * TICK, _communication(lane, axes),
-        launches * TICK,
+        _seconds(axes.names, exposed[:-1].tolist()), bubble * TICK, _communication(lane, axes),
+        waits.launches * TICK,
     )  # fmt: skip
+
+
+def exposed_intervals(lane: Lane) -> tuple[Int, Int]:
+    """Beginnings and ends (ticks) of waits of a lane for transfers, unordered."""
+    waits = _waits(lane, np.flatnonzero(lane.is_kernel))
+    transfers = lane.kind[waits.task] != TaskKind.COMPUTE
+    return waits.begin[transfers], waits.end[transfers]
 
 
 def _communication(lane: Lane, axes: Axes) -> dict[str, float]:
@@ -103,25 +112,34 @@ def _seconds(names: Sequence[str], ticks: Sequence[int]) -> dict[str, float]:
     return {name: int(t) * TICK for name, t in zip(names, ticks, strict=True) if t}
 
 
-def _waits(lane: Lane, axes: Axes, kernel: Int) -> tuple[Int, int, int]:
-    """Ticks in which no kernel runs: exposed transfers by axis, bubble, launches.
+class _Waits(NamedTuple):
+    """Ticks in which no kernel of the compute stream runs."""
 
-    `kernel`: issue indices of the kernels of the compute stream.
-    """
+    task: Int
+    """Tasks of other streams that run meanwhile, by issue index, once for each interval."""
+    begin: Int
+    """Interval in which the next kernel waits for this task."""
+    end: Int
+    bubble: int
+    launches: int
+
+
+def _waits(lane: Lane, kernel: Int) -> _Waits:
+    """Waits of a lane; `kernel`: issue indices of the kernels of the compute stream."""
     # Gaps are before each kernel, and from the last one to the end of the task that ends last.
     last, blockers = int(np.argmax(lane.end)), _blockers(lane)
     low = np.append(0, lane.end[kernel])
     high = np.append(lane.begin[kernel], lane.end[last])
     blocker = np.append(blockers.task[kernel], last)
     is_launch = np.append(blockers.is_launch[kernel], False)
-    exposed = np.zeros(len(axes.names) + 1, dtype=np.int64)  # the last one: kernels
+    intervals = [np.zeros((3, 0), dtype=np.int64)]
     bubble = launches = 0
     while True:
         is_open = high > low
         bubble += int((high - low)[is_open & (blocker == NOTHING)].sum())
         is_open &= blocker != NOTHING
         if not is_open.any():
-            return exposed[:-1], bubble, launches
+            return _Waits(*np.concatenate(intervals, axis=1), bubble, launches)
         low, high, blocker, is_launch = (c[is_open] for c in (low, high, blocker, is_launch))
         if is_launch.any():
             assert lane.last_wait is not None, "launches that take no time block nothing"
@@ -132,7 +150,7 @@ def _waits(lane: Lane, axes: Axes, kernel: Int) -> tuple[Int, int, int]:
             is_launch = np.zeros_like(is_launch)
             continue
         begin = np.maximum(lane.begin[blocker], low)
-        np.add.at(exposed, axes.axis[blocker], high - np.minimum(begin, high))
+        intervals.append(np.stack([blocker, np.minimum(begin, high), high]))
         high = np.minimum(begin, high)
         # A receive waits for the other rank; a collective from when this rank is ready.
         waits = (lane.kind[blocker] == RECV) & (lane.end[blocker] > lane.ready[blocker])

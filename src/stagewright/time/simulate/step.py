@@ -50,6 +50,7 @@ from stagewright.time.simulate.breakdown import Breakdown, breakdown, critical_p
 from stagewright.time.simulate.execute import Progress
 from stagewright.time.simulate.launches import host_work, launch_mode
 from stagewright.time.simulate.memory import MemoryTimeline, memory_timeline, peak
+from stagewright.time.simulate.power_over_time import PowerOverTime, power_over_time
 from stagewright.time.simulate.serving import Served, ServingGroup, limiting, served
 from stagewright.time.simulate.steady import in_flight, steady_step
 from stagewright.time.simulate.timeline import Timeline
@@ -312,6 +313,11 @@ class SimulatedStep(StepTimeline):
         return at_price(price=price)
 
     @cached_property
+    def power_over_time(self) -> PowerOverTime:
+        """Watts of the mean GPU, of a node and of all GPUs over the step."""
+        return power_over_time(self.timeline, self.machine)
+
+    @cached_property
     def job(self) -> Job | None:
         """Whole job that repeats this step, if the cluster names its tokens."""
         if self.cluster is None:
@@ -322,7 +328,7 @@ class SimulatedStep(StepTimeline):
             self.cluster, self.machine.hardware, self.goodput.useful_share if self.goodput else 1.0,
             tokens_per_second=self.tokens_per_second, gpus=self.machine.gpus,
             watts_per_gpu=spent.watts_per_gpu,
-            price=None if usd is None else usd * self.tokens_per_second * 3600e-6 / self.machine.gpus,
+            price=None if usd is None else usd * self.tokens_per_second * 0.0036 / self.machine.gpus,
         )  # fmt: skip
 
     @property
@@ -359,7 +365,7 @@ class SimulatedStep(StepTimeline):
             "hfu_causal": self.hfu_causal,
             **self._serving(),
             "memory": self.fit.entry(),
-            "power": self.expense()._asdict(),
+            "power": self.expense()._asdict() | {"over_time": self.power_over_time.to_dict()},
             **({"goodput": self.goodput.to_dict()} if self.goodput else {}),
             **({"job": asdict(self.job)} if self.job else {}),
             "execution": self._execution(),

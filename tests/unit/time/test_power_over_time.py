@@ -1,0 +1,84 @@
+"""Power over a step: its mean, peaks and swings, and four signs that measurements have."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import stagewright as sw
+
+SETTINGS = {
+    "hardware": "h100-sxm", "tp": 8, "pp": 4, "dp": 2, "zero": 1, "sequence_parallel": True,
+    "global_batch_size": 32, "layers": 32,
+}  # fmt: skip
+
+
+def _step(**changes: object) -> sw.Simulation:
+    return sw.simulate("llama3.1-70b", **{**SETTINGS, **changes})  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"pp": 1, "dp": 8, "zero": 3},
+        {"schedule": "zb-h1"},
+        {"tp": 1, "dp": 4, "zero": 3, "framework": "torchtitan", "sequence_parallel": False},
+    ],
+    ids=str,
+)
+def test_the_mean_over_time_is_the_power_of_the_step(changes: dict[str, object]) -> None:
+    step = _step(**changes)
+    of, watts = step.power_over_time, step.expense().watts_per_gpu
+    gpus = step.machine.gpus
+    # Kernels of two streams at once count twice in the mean, and draw the TDP at most over time.
+    assert of.gpu.mean == pytest.approx(watts, rel=2e-3)
+    assert of.gpu.mean <= watts * (1 + 1e-9)
+    assert of.job.mean == pytest.approx(of.gpu.mean * gpus)
+    limit = step.machine.hardware.tdp_w + step.machine.hardware.node_overhead_w
+    assert of.gpu.peak <= limit * (1 + 1e-9)
+    assert 0 <= of.job.swing <= of.job.peak - float(of.job.watts.min()) + 1e-6
+    assert of.node.peak >= of.job.peak / (gpus / 8) * (1 - 1e-9)
+    assert of.seconds[-1] + of.job.span == pytest.approx(step.seconds)
+
+
+def test_the_table_is_what_is_drawn() -> None:
+    step = _step()
+    columns = step.table("power").columns
+    assert np.allclose(columns["job_watts"], step.power_over_time.job.watts)
+    assert step.to_dict()["power"]["over_time"]["job"]["peak"] == step.power_over_time.job.peak
+
+
+# Signs of "Characterizing the efficiency of distributed training" (arXiv 2509.10371).
+
+
+def test_larger_microbatches_raise_peaks() -> None:
+    small, large = (_step(seq_length=512, micro_batch_size=m) for m in (1, 4))
+    assert large.power_over_time.gpu.peak > small.power_over_time.gpu.peak * 1.01
+    assert large.expense().watts_per_gpu > small.expense().watts_per_gpu
+
+
+def test_overlap_raises_power() -> None:
+    settings = {"tp": 1, "pp": 1, "dp": 32, "zero": 3, "sequence_parallel": False}
+    overlapped, exposed = (_step(**settings, **more) for more in ({}, {"no_overlap": ["dp"]}))
+    assert overlapped.power_over_time.gpu.mean > exposed.power_over_time.gpu.mean
+    assert overlapped.power_over_time.gpu.peak >= exposed.power_over_time.gpu.peak
+
+
+def test_a_slow_node_slows_the_step_by_its_factor() -> None:
+    settings = {"pp": 1, "dp": 4, "no_overlap": ["dp"]}
+    slow = {rank: 1.25 for rank in range(8)}
+    fast, slowed = _step(**settings), _step(**settings, stragglers=slow)
+    kernels = sum(fast.mean.kernels.values()) / fast.seconds
+    assert slowed.seconds / fast.seconds == pytest.approx(1 + 0.25 * kernels, rel=0.01)
+    # The others wait for it and draw less.
+    assert slowed.expense().watts_per_gpu < fast.expense().watts_per_gpu
+
+
+def test_fewer_layers_on_a_slow_node_give_some_back() -> None:
+    slow = {rank: 1.5 for rank in range(8)}  # with dp = 1: pipeline rank 0
+    settings = {"dp": 1, "global_batch_size": 16, "stragglers": slow}
+    even = _step(**settings)
+    moved = _step(**settings, layers_per_stage=(6, 9, 9, 8))
+    assert moved.seconds < even.seconds
+    assert moved.expense().joules < even.expense().joules
