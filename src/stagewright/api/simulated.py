@@ -58,8 +58,8 @@ class Simulation(SimulatedStep, PublicResult):
     * `served`: TTFT, TPOT and rates of a step of inference.
     * `compiled`, `machine`, `timeline`: the run, the machine, and all tasks in time.
 
-    Tables: `parts` (where the time of a GPU goes), `transfers` (communication by axis), `power`
-    (watts over the step), and `tasks` of one `lane` in time.
+    Tables: `parts` (where the time of a GPU goes), `transfers` (communication by axis), and
+    `tasks` of one `lane` in time.
     """
 
     suffixes = (".json", ".html")
@@ -87,7 +87,6 @@ class Simulation(SimulatedStep, PublicResult):
         return {
             "parts": lambda: step_tables.parts(self),
             "transfers": lambda: step_tables.transfers(self),
-            "power": lambda: step_tables.power(self),
             "tasks": partial(step_tables.tasks_in_time, self, lane=0),
         }
 

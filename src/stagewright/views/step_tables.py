@@ -82,17 +82,3 @@ def tasks_in_time(step: SimulatedStep, lane: int) -> Table:
     return Table(
         title, {**columns, "begin": begin, "end": end}, {**table.units, "begin": "s", "end": "s"}
     )
-
-
-def power(step: SimulatedStep) -> Table:
-    """Watts of the mean GPU, of the node with the highest peak and of all GPUs over the step."""
-    of = step.power_over_time
-    return Table(
-        "Power",
-        {
-            "seconds": of.seconds.tolist(),
-            "gpu_watts": of.gpu.watts.tolist(),
-            "node_watts": of.node.watts.tolist(),
-            "job_watts": of.job.watts.tolist(),
-        },
-    )

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.numbers import count, duration, plural, quantity, side_by_side
+from stagewright.numbers import duration, plural, quantity, side_by_side
 from stagewright.program.fit import Fit
 from stagewright.run.experiment import describe
 from stagewright.texttable import Table
-from stagewright.time.goodput import Saving
-from stagewright.time.job import Goodput
 from stagewright.time.simulate.serving import Served, limiting
 from stagewright.time.simulate.step import SimulatedStep, TracedStep
 from stagewright.views.advice import remarks
@@ -54,58 +52,13 @@ def step_text(step: SimulatedStep, price: float | None = None) -> Iterator[Item]
     if step.compiled.capacity is not None:
         yield hold_line(step.compiled.capacity)
     yield _critical_path(step.critical_path, step.seconds)
-    expense, over_time = step.expense(price), step.power_over_time.job
+    expense = step.expense(price)
     usd = expense.usd_per_million_tokens
     yield (
         f"power: {expense.watts_per_gpu:,.0f} W per GPU, {expense.joules_per_token:.3g} J per token"
         + ("" if usd is None else f"; {usd:.3g} USD per million tokens")
-        + f"; all GPUs: {_kilowatts(over_time.mean)}, at most {_kilowatts(over_time.peak)}, swings "
-        f"of {_kilowatts(over_time.swing)} within 10 ms"
     )
-    yield from _goodput_lines(step)
     yield from map(str, remarks(step.compiled, step))
-
-
-def _goodput_lines(step: SimulatedStep) -> Iterator[str]:
-    """Useful share of the time of the whole job, and its days; nothing where not asked for."""
-    if (of := step.goodput) is not None:
-        yield (
-            f"goodput {of.useful_share:.1%}: {of.interruptions_per_day:,.3g} interruptions a day, "
-            f"one in {duration(of.interruption_seconds)} ({of.per_1000_node_days:g} per 1,000 "
-            f"node-days on {plural(of.nodes, 'node', 'nodes')}, exponential)"
-        )
-        if of.saving is None:
-            yield "replicas fail alone: no work is lost, the others wait and go on"
-        elif of.period is not None:
-            yield _checkpoint_line(of, of.saving, of.period)
-        if of.spares is not None:
-            yield (
-                f"spares: {of.spares.in_repair:.3g} nodes in repair on average; with "
-                f"{of.spares.spares} the job waits {of.spares.shortage:.2%} of the time, "
-                f"{of.spares.spares_needed} keep that below 1%"
-            )
-    if (job := step.job) is not None:
-        cost = "" if job.usd is None else f", {count(round(job.usd))} USD"
-        rest = f"; {job.days_without_failures:,.1f} days" if of else ""
-        rest += " without failures" if of else "; without failures and checkpoints (--failures)"
-        yield (
-            f"{count(round(job.tokens))} tokens: {job.days:,.1f} days{cost}, "
-            f"{job.mwh:,.1f} MWh{rest}"
-        )
-
-
-def _kilowatts(watts: float) -> str:
-    return quantity(round(watts), "W")
-
-
-def _checkpoint_line(of: Goodput, saving: Saving, period: float) -> str:
-    stored = f", stored after {duration(saving.write)}" if saving.asynchronous else ""
-    best = "" if of.period == of.best_period else f"best {duration(of.best_period or 0)}; "
-    return (
-        f"checkpoint: {quantity(of.checkpoint.bytes, 'B')} every {duration(period)} ({best}Young "
-        f"{duration(of.young or 0)}, Daly {duration(of.daly or 0)}), a stall of "
-        f"{duration(saving.stall)}{stored}"
-    )
 
 
 def traced_text(step: TracedStep, description: str) -> Iterator[Item]:

@@ -132,14 +132,15 @@ def _waits(lane: Lane, kernel: Int) -> _Waits:
     high = np.append(lane.begin[kernel], lane.end[last])
     blocker = np.append(blockers.task[kernel], last)
     is_launch = np.append(blockers.is_launch[kernel], False)
-    intervals = [np.zeros((3, 0), dtype=np.int64)]
+    intervals: list[Int] = [np.zeros((3, 0), dtype=np.int64)]
     bubble = launches = 0
     while True:
         is_open = high > low
         bubble += int((high - low)[is_open & (blocker == NOTHING)].sum())
         is_open &= blocker != NOTHING
         if not is_open.any():
-            return _Waits(*np.concatenate(intervals, axis=1), bubble, launches)
+            task, begin, end = np.concatenate(intervals, axis=1)
+            return _Waits(task, begin, end, bubble, launches)
         low, high, blocker, is_launch = (c[is_open] for c in (low, high, blocker, is_launch))
         if is_launch.any():
             assert lane.last_wait is not None, "launches that take no time block nothing"
@@ -149,9 +150,9 @@ def _waits(lane: Lane, kernel: Int) -> _Waits:
             blocker = np.where(is_launch, lane.last_wait.issue_index[blocker], blocker)
             is_launch = np.zeros_like(is_launch)
             continue
-        begin = np.maximum(lane.begin[blocker], low)
-        intervals.append(np.stack([blocker, np.minimum(begin, high), high]))
-        high = np.minimum(begin, high)
+        begin = np.minimum(np.maximum(lane.begin[blocker], low), high)
+        intervals.append(np.array([blocker, begin, high], dtype=np.int64))
+        high = begin
         # A receive waits for the other rank; a collective from when this rank is ready.
         waits = (lane.kind[blocker] == RECV) & (lane.end[blocker] > lane.ready[blocker])
         ready = np.where(waits, low, np.maximum(lane.ready[blocker], low))

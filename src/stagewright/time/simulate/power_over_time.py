@@ -74,7 +74,7 @@ class PowerOverTime:
     @property
     def seconds(self) -> Float:
         """Beginnings of the spans."""
-        return np.arange(len(self.job.watts)) * self.job.span
+        return self.job.span * np.arange(len(self.job.watts), dtype=np.float64)
 
     def to_dict(self) -> dict[str, Any]:
         """Entry of JSON: watts."""
@@ -86,7 +86,7 @@ def power_over_time(timeline: Timeline, machine: Machine) -> PowerOverTime:
     spans = max(LEAST_SPANS, round(timeline.seconds / SPAN))
     span = timeline.seconds / spans
     first = timeline.window[0] * TICK if timeline.window else 0.0
-    edges = first + span * np.arange(spans + 1)
+    edges = first + span * np.arange(spans + 1, dtype=np.float64)
     lanes = np.stack([_lane_watts(lane, edges, machine.hardware) for lane in timeline.lanes])
     ranks = np.array([len(lane.ranks) for lane in timeline.lanes])
     job = ranks @ lanes

@@ -324,11 +324,12 @@ class SimulatedStep(StepTimeline):
             return None
         spent = self.expense()
         usd = spent.usd_per_million_tokens
+        hourly = None if usd is None else usd * self.tokens_per_second * 0.0036
         return job_of(
             self.cluster, self.machine.hardware, self.goodput.useful_share if self.goodput else 1.0,
             tokens_per_second=self.tokens_per_second, gpus=self.machine.gpus,
             watts_per_gpu=spent.watts_per_gpu,
-            price=None if usd is None else usd * self.tokens_per_second * 0.0036 / self.machine.gpus,
+            price=None if hourly is None else hourly / self.machine.gpus,
         )  # fmt: skip
 
     @property
