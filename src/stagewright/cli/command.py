@@ -9,6 +9,7 @@ import click
 
 from stagewright.cli.option_types import Word, name_parameters
 from stagewright.cli.output import show_notes
+from stagewright.cli.runs import launch_file
 from stagewright.cli.words import note_of_ignored, read_words
 
 _ALL = "stagewright.help_all"
@@ -76,7 +77,10 @@ class Command(click.Command):
             args, ignored = read_words(args, self, of_runs=self.of_runs)
             if ignored:
                 show_notes([note_of_ignored(ignored)])
-        return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, args)
+        if self.of_runs and not ctx.resilient_parsing:
+            launch_file(ctx)
+        return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options in sections; with `--help-all` all, and their names in other tools."""

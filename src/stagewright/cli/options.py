@@ -172,12 +172,37 @@ def _of_experiment(
         options.append(_other_option(names, of.help, of.kind))
     for option in options:
         option.common = option.name in common
-    text = "Run file (YAML), or an earlier run's manifest; options override it."
+    text = "Run file (YAML), launch script, or an earlier run's manifest; options override it."
     return [
         click.Argument(["model"], required=False),
         click.Option(["--config"], metavar="FILE", help=text),
+        *_of_launch_files(),
         *options,
     ]
+
+
+def _of_launch_files() -> list[click.Parameter]:
+    section = "Launch files of other tools"
+    of_set = SectionOption(
+        ["--set"],
+        section=section,
+        common=False,
+        multiple=True,
+        expose_value=False,
+        metavar="NAME=VALUE",
+        callback=runs.note_variables,
+        help="A variable of the file, or a flag that it lacks (vocab-size=32000); may be repeated.",
+    )
+    ignore = SectionOption(
+        ["--ignore-unknown"],
+        section=section,
+        common=False,
+        is_flag=True,
+        expose_value=False,
+        callback=runs.note_ignore_unknown,
+        help="Read a file without flags that change the step and are not modelled.",
+    )
+    return [of_set, ignore]
 
 
 def _of_serving() -> list[click.Parameter]:

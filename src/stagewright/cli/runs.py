@@ -36,6 +36,46 @@ def load_experiment(
     return experiment
 
 
+# ---- launch files of other tools -----------------------------------------------------------------
+
+_VARIABLES, _IGNORES = "stagewright.set", "stagewright.ignore_unknown"
+
+
+def note_variables(
+    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
+) -> None:
+    """Keep `--set NAME=VALUE` for `launch_file`."""
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip():
+            raise UserError(f"--set: got {text!r}, wanted NAME=VALUE such as MODEL_SIZE=8b")
+        context.meta.setdefault(_VARIABLES, {})[name.strip()] = value
+
+
+def note_ignore_unknown(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    """Keep the option for `launch_file`."""
+    context.meta[_IGNORES] = value
+
+
+def launch_file(context: click.Context) -> None:
+    """Make a launch file that is MODEL the run file of the command, and show what was read."""
+    from stagewright.launch import files
+
+    variables, ignores = context.meta.get(_VARIABLES, {}), context.meta.get(_IGNORES, False)
+    model, config = context.params.get("model"), context.params.get("config")
+    name = next((each for each in (config, model) if each and files.find(each)), None)
+    if name is None:
+        if variables or ignores:
+            raise UserError("--set and --ignore-unknown are of a launch file; name one")
+        return
+    full = files.with_variables(name, variables, ignore_unknown=ignores)
+    show_notes(files.read(full).summary())
+    if name == config or config is None:
+        context.params |= {"config": full, "model": None if name == model else model}
+    else:
+        context.params["model"] = full
+
+
 def hardware_of(experiment: Experiment) -> str:
     """The hardware of a command that needs one; raises UserError without."""
     if experiment.cluster.hardware is None:

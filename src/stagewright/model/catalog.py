@@ -18,6 +18,7 @@ from typing import cast
 from stagewright.blocks.text import stg
 from stagewright.errors import UserError, did_you_mean
 from stagewright.files import read_bytes, refuse_half_characters
+from stagewright.launch import files as launch
 from stagewright.model import hub
 from stagewright.model.config import ModelConfig
 from stagewright.model.hf import quantization
@@ -63,6 +64,8 @@ def _resolve(name_or_path: str, texts: tuple[str, ...], as_family: str = "") -> 
         if path in texts:
             raise UserError(f"{name_or_path} is like itself; name a preset or another file")
         return stg.load(name_or_path, partial(_resolve, texts=(*texts, path)))
+    if launch.find(name_or_path):
+        return launch.model_of(name_or_path)
     if name_or_path and os.path.exists(name_or_path):
         return from_config(name_or_path, as_family)
     if cached := hub.config_of(name_or_path):

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from stagewright.errors import UserError, did_you_mean
 from stagewright.files import from_yaml, manifest_head, read_text
+from stagewright.launch import files as launch
 from stagewright.model import json as model_json
 from stagewright.model.config import ModelConfig
 from stagewright.run.sections import EXPERIMENT, SECTIONS
@@ -28,7 +29,9 @@ RECORDED = ("cluster", "execution")
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
-    """Settings in a run file in YAML, or in the manifest of an earlier run."""
+    """Settings in a run file in YAML, the manifest of an earlier run, or another tool's file."""
+    if launch.find(path):
+        return launch.settings(path)
     # A manifest lists every file: json reads in a second what yaml reads in a minute.
     if Path(path).suffix == ".json":
         values = manifest_head(path, "a run file, or the manifest of an earlier run")
@@ -103,6 +106,8 @@ def settings_of(
         settings, pending = _recorded(values, where), Pending()
     else:
         settings, pending = translate(flat(values, path), where)
+        if path is not None and launch.find(path):
+            settings = launch.complete(str(path), settings, over)
     fills = follows.fills or pending.fills
     replaced = {*over, *follows.makes()}
     settings = {name: value for name, value in settings.items() if name not in replaced} | over

@@ -1,0 +1,9 @@
+"""Files of other tools, read as runs and models: launch scripts, recipes and server commands.
+
+A file is recognised by its content (`files`). Scripts are parsed and never run (`shell`). Each tool
+has a table of its flags in `data/launch` (`tables` says how they read) and a module for what
+follows from several flags (`megatron`, with slime). `reading` holds what was understood: settings
+by our names, a model, and for each flag what it means or why it means nothing.
+
+To add a tool: a CSV in `data/launch`, a module with a `Tool`, and a place in `files.TOOLS`.
+"""

@@ -1,0 +1,653 @@
+"""Megatron-LM's command line, and slime's, as a run and a model.
+
+A flag that says one thing alone is a row of `data/launch/megatron.csv`; here is what follows from
+several. Defaults and derived values are those of NVIDIA/Megatron-LM@d98e8a64
+`megatron/training/arguments.py` (`validate_args`) and `core/transformer/transformer_config.py`.
+slime's flags are THUDM/slime@624b824a `slime/utils/arguments.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import PurePath
+from typing import Any
+
+from stagewright.errors import UserError
+from stagewright.launch import reading as reads
+from stagewright.launch.reading import Line, Reading, Source, Tool
+from stagewright.launch.shell import Command, shown, unknown_names
+from stagewright.launch.tables import Flag, canonical, parse, table, value_of
+from stagewright.model.config import ModelConfig
+from stagewright.model.layers import LETTERS, StateSpace, Vision, shortest
+from stagewright.model.presets import PRESETS
+
+_OTHER_PROGRAMS = re.compile(
+    r"text_generation|generate|inference|eval|convert|export|mmlu|quantize|validate|preprocess|"
+    r"offline_feature|prune|server|tasks/|checkpoint|tools/"
+)
+"""Programs that take Megatron-LM's flags and run no training step."""
+
+_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000,
+                 "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}  # fmt: skip
+"""Sizes of the published vocabularies of tokenizer types that have one."""
+
+_TOWERS: Mapping[str, Mapping[str, Any]] = {
+    "clip": {"num_layers": 24, "num_attention_heads": 16, "hidden_size": 1024,
+             "ffn_hidden_size": 4096, "kv_channels": 64, "activation": "quick_gelu"},
+    "siglip": {"num_layers": 27, "num_attention_heads": 16, "hidden_size": 1152,
+               "ffn_hidden_size": 4304, "kv_channels": 72, "activation": "gelu_tanh"},
+    "internvit": {"num_layers": 45, "num_attention_heads": 25, "hidden_size": 3200,
+                  "ffn_hidden_size": 12800, "kv_channels": 128, "activation": "gelu"},
+    "internvit300M": {"num_layers": 24, "num_attention_heads": 16, "hidden_size": 1024,
+                      "ffn_hidden_size": 4096, "kv_channels": 64, "activation": "gelu"},
+    "radio": {"num_layers": 32, "num_attention_heads": 16, "hidden_size": 1280,
+              "ffn_hidden_size": 5120, "kv_channels": 80, "activation": "gelu"},
+    "radio-g": {"num_layers": 40, "num_attention_heads": 24, "hidden_size": 1536,
+                "ffn_hidden_size": 4096, "kv_channels": 64, "gated": True},
+    "cradio-g": {"num_layers": 40, "num_attention_heads": 24, "hidden_size": 1536,
+                 "ffn_hidden_size": 6144, "kv_channels": 64, "activation": "gelu"},
+}  # fmt: skip
+"""Vision models of examples/multimodal/config.py (`get_vision_model_config`)."""
+
+
+# ---- the tools -----------------------------------------------------------------------------------
+
+
+def _command(source: Source, flag: str) -> Command | None:
+    """The command with most of Megatron-LM's flags; a program that trains goes first."""
+    assert source.script is not None
+    rows = table("megatron")
+    counts: list[tuple[bool, int, int]] = []
+    for index, command in enumerate(source.script.commands):
+        names = {canonical(word.split("=")[0]) for word in command.words if word.startswith("--")}
+        count = sum(name in rows and rows[name].ours[0] not in "-?" for name in names)
+        if count >= 3 and command.words[0].startswith("--"):
+            raise UserError(
+                f"{source.path}: line {command.line}: a command begins with {command.words[0]}; "
+                "is a \\ missing at the end of the line before?"
+            )
+        if count >= 3 and (not flag or canonical(flag) in names):
+            program = _program(command)[1]
+            counts.append((not _OTHER_PROGRAMS.search(program), count, -index))
+    return source.script.commands[-max(counts)[2]] if counts else _loose(source, flag)
+
+
+def _loose(source: Source, flag: str) -> Command | None:
+    """Flags in variables of a file that starts nothing itself: a file of arguments."""
+    assert source.script is not None
+    words: list[str] = []
+    rows = table("megatron")
+    for value in source.script.variables.values():
+        items = value if isinstance(value, list) else value.split()
+        names = [canonical(item.split("=")[0]) for item in items if item.startswith("--")]
+        if len(names) >= 3 and sum(name in rows for name in names) * 2 > len(names):
+            words += items
+    return None if flag or not words else Command(("arguments.py", *words), 1)
+
+
+def _program(command: Command) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
+    """Words before the training program, the program, and its own words."""
+    words = command.words
+    for i, word in enumerate(words):
+        module = words[i - 1] == "-m" if i else False
+        if (word.endswith(".py") and not word.startswith("-")) or (
+            module and not word.startswith("torch.distributed")
+        ):
+            return words[:i], shown(word), words[i + 1 :]
+    return (), "", words
+
+
+def _read_megatron(source: Source, command: Command | None) -> Reading:
+    assert command is not None
+    reading = Reading(source.path, "Megatron-LM")
+    before, program, words = _program(command)
+    flags = [*parse((*words, *source.more), [table("megatron")])]
+    _refuse_other(reading, program)
+    given = reads.apply(reading, flags, ignore_unknown=source.ignore_unknown)
+    _gpus(reading, source, before)
+    _run(reading, given, {flag.row.flag for flag in flags if flag.row})
+    _model(reading, source, given, program)
+    return reading
+
+
+def _read_slime(source: Source, command: Command | None) -> Reading:
+    assert command is not None
+    reading = Reading(source.path, "slime")
+    before, program, words = _program(command)
+    flags = [*parse((*words, *source.more), [table("slime"), table("megatron")])]
+    _refuse_other(reading, program)
+    given = reads.apply(reading, flags, ignore_unknown=source.ignore_unknown)
+    _run(reading, given, {flag.row.flag for flag in flags if flag.row})
+    _update(reading)
+    _model(reading, source, given, program)
+    reading.notes.append("the update step is read; generation and weight transfer are not part")
+    return reading
+
+
+MEGATRON = Tool("Megatron-LM", lambda s: _command(s, ""), lambda _: False, _read_megatron)
+SLIME = Tool("slime", lambda s: _command(s, "actor-num-nodes"), lambda _: False, _read_slime)
+
+
+def _refuse_other(reading: Reading, program: str) -> None:
+    if _OTHER_PROGRAMS.search(program):
+        raise reading.fail(f"starts {program}, which runs no training step; wanted one that trains")
+
+
+# ---- the machine and the batch -------------------------------------------------------------------
+
+
+def _gpus(reading: Reading, source: Source, before: Sequence[str]) -> None:
+    """Number of GPUs, as torchrun, srun or sbatch start them."""
+    assert source.script is not None
+    headers = [word for line in source.script.headers for word in line.split()]
+    counts: dict[str, int] = {}
+    for flag in [*parse(headers, [table("launchers")]), *parse(before, [table("launchers")])]:
+        if not flag.row or flag.row.ours == "-" or not flag.values:
+            continue
+        text = flag.values[0].rpartition(":")[2]
+        if text.isdecimal():
+            counts[flag.row.ours] = int(text)
+            reading.lines.append(Line(flag.name, flag.text, f"{flag.row.ours} {text}"))
+    if "gpus_per_node" in counts:
+        counts["gpus"] = counts["gpus_per_node"] * counts.get("nodes", 1)
+    if "gpus" in counts:
+        reading.settings["gpus"] = counts["gpus"]
+    else:
+        reading.notes.append("the file does not say how many GPUs there are: dp is 1 unless given")
+
+
+def _run(reading: Reading, given: Mapping[str, Flag], names: set[str]) -> None:
+    """Settings that follow from several flags, or from one that is absent."""
+    settings = reading.settings
+    settings["framework"] = "megatron"
+    if "clip_grad" in settings:
+        settings["clip_grad"] = bool(settings["clip_grad"])
+    stages = [settings.pop("zero", 0), *(3 for name in ("use-megatron-fsdp", "use-torch-fsdp2")
+                                         if name in names)]  # fmt: skip
+    strategy = settings.pop("data_parallel_sharding_strategy", None)
+    if strategy is not None and "use-megatron-fsdp" in names:
+        stages = [("no_shard", "optim", "optim_grads", "optim_grads_params").index(strategy)]
+    settings["zero"] = max(stages)
+    overlapped = "dp" in settings.pop("no_overlap-", [])
+    waiting = [settings.pop("no_overlap", None)]
+    if settings.get("vpp", 1) == 1 and "num_layers_per_virtual_pipeline_stage" not in settings:
+        waiting = []  # without virtual stages there is nothing to switch off
+    if not overlapped and settings["zero"] < 2:
+        waiting.append("dp")
+    settings["no_overlap"] = sorted(filter(None, waiting))
+    if settings.get("overlap_param_gather") and settings["zero"] == 0:
+        del settings["overlap_param_gather"]
+    settings.setdefault("precision", "fp32")
+    if settings["precision"] != "fp8":
+        settings.pop("fp8_recipe", None)
+    if "num-experts" in given:
+        settings.setdefault("moe_token_dispatcher_type", "allgather")
+    if settings.get("recompute") != "full":
+        settings.pop("recompute_method", None)
+        settings.pop("recompute_num_layers", None)
+    if settings.get("recompute") != "selective":
+        settings.pop("recompute_modules", None)
+    instances = settings.pop("dp_shard", 1)
+    if instances > 1:
+        gpus = settings.get("gpus", 0)
+        others = settings.get("tp", 1) * settings.get("pp", 1) * settings.get("cp", 1)
+        if gpus % (others * instances) or not gpus:
+            raise reading.fail(
+                "--num-distributed-optimizer-instances needs a number of GPUs that it divides; "
+                "give --gpus"
+            )
+        settings["dp_shard"] = gpus // others // instances
+    if isinstance(settings.get("moe_aux_loss_coeff"), list):
+        settings["moe_aux_loss_coeff"] = sum(settings["moe_aux_loss_coeff"])
+    for name in ("moe_router_load_balancing_type", "cp_comm_type"):
+        if isinstance(settings.get(name), list):
+            settings[name] = settings[name][0]
+    if "padded-vocab-size" in given:
+        settings["make_vocab_size_divisible_by"] = 1
+    settings.setdefault("make_vocab_size_divisible_by", 128)
+
+
+def _update(reading: Reading) -> None:
+    """Batch of slime's update: samples of a rollout, packed up to a number of tokens."""
+    settings = reading.settings
+    nodes, per_node = settings.pop("nodes", 1), settings.pop("gpus_per_node", 8)
+    settings["gpus"] = nodes * per_node
+    samples = settings.pop("rollout_batch_size", 0) * settings.pop("n_samples_per_prompt", 1)
+    steps = settings.pop("num_steps_per_rollout", None)
+    if steps and samples:
+        settings["global_batch_size"] = samples // steps
+    prompt = settings.pop("rollout_max_prompt_len", 0)
+    longest = settings.pop("rollout_max_response_len", 0)
+    longest = settings.pop("rollout_max_context_len", 0) or longest + prompt
+    tokens = settings.pop("max_tokens_per_gpu", 0) * settings.get("cp", 1)
+    packs = settings.pop("use_dynamic_batch_size", False)
+    if not packs or not tokens:
+        if longest and "seq_length" not in settings:
+            settings["seq_length"] = longest
+            reading.notes.append(f"every sample is taken as {longest} tokens, the longest allowed")
+        return
+    length = min(longest or tokens, tokens)
+    settings["seq_length"] = length
+    settings["micro_batch_size"] = tokens // length
+    reading.notes.append(
+        f"every sample is taken as {length} tokens, the longest allowed, and "
+        f"{tokens // length} are packed into a microbatch of {tokens}"
+    )
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+def _model(
+    reading: Reading, source: Source, given: Mapping[str, Flag], program: str
+) -> None:
+    """The model of the flags; without sizes, the one whose checkpoint is named."""
+    assert source.script is not None
+    checkpoint = "".join(given["hf-checkpoint"].values) if "hf-checkpoint" in given else ""
+    spec = given.get("spec")
+    foreign = spec is not None and not spec.text.startswith("megatron.")
+    if foreign or not {*_DEPTH} & {*given}:
+        why = f"the model is Python code ({spec.text})" if foreign and spec else _why_no_sizes(source)
+        if not (preset := _preset_of(checkpoint)):
+            reading.needs["model"] = f"{why}; name a model: MODEL --config {reading.path}"
+            return
+        reading.settings["model"] = preset
+        reading.notes.append(
+            f"{why}: the model is {preset}, after --hf-checkpoint {shown(checkpoint)}"
+        )
+        for name in given:
+            reading.lines.append(Line(given[name].name, given[name].text, f"(of {preset})"))
+        return
+    reader = _Sizes(reading, given, program)
+    try:
+        reading.model = reader.model()
+    except UserError as error:
+        raise reading.fail(str(error)) from None
+    for flag in given.values():
+        assert flag.row is not None
+        field = flag.row.ours.removeprefix("model.")
+        meaning = f"model: {field} {getattr(reading.model, field, '')}"
+        reading.lines.append(Line(flag.name, flag.text, meaning[:60]))
+
+
+_DEPTH = ("num-layers", "hybrid-layer-pattern", "hybrid-override-pattern", "decoder-num-layers")
+
+
+def _why_no_sizes(source: Source) -> str:
+    assert source.script is not None
+    missing = source.script.missing
+    files = f" ({', '.join(missing[:2])} is not here)" if missing else ""
+    return f"the file has no --num-layers{files}"
+
+
+def _preset_of(checkpoint: str) -> str | None:
+    """The preset of a checkpoint, by the name of its folder."""
+    name = PurePath(checkpoint).name
+    return None if not name or unknown_names(name) else _repositories().get(_stem(name))
+
+
+@cache
+def _repositories() -> Mapping[str, str]:
+    """Presets by their names and by those of their repositories; the first one counts."""
+    found: dict[str, str] = {}
+    for name, model in PRESETS.items():
+        found.setdefault(_stem(name), name)
+        if model.source.startswith("https://huggingface.co/"):
+            found.setdefault(_stem(model.source.split("/")[4]), name)
+    return found
+
+
+def _stem(name: str) -> str:
+    """A checkpoint's name without what says how it was trained or stored."""
+    words = re.split(r"[-_]", name.lower())
+    variants = {"instruct", "it", "chat", "base", "hf", "fp8", "int4", "bf16", "2507", "thinking",
+                "meta", "rl"}  # fmt: skip
+    return "-".join(word for word in words if word not in variants)
+
+
+class _Sizes:
+    """Reads a model from flags."""
+
+    def __init__(self, reading: Reading, given: Mapping[str, Flag], program: str) -> None:
+        self.reading, self.given, self.program = reading, given, PurePath(program).name
+
+    def has(self, name: str) -> bool:
+        return name in self.given
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """Whole number of a flag; without a default it has to be there."""
+        if name in self.given:
+            return reads.whole(self.reading, self.given[name])
+        if default is None:
+            raise UserError(f"has no --{name}, which a model needs")
+        return default
+
+    def number(self, name: str, default: float) -> float:
+        if name not in self.given:
+            return default
+        flag = self.given[name]
+        value = value_of(reads.known(self.reading, flag, flag.text and flag.values[0]))
+        if not isinstance(value, int | float):
+            raise UserError(f"{flag.name} is {flag.text!r}, wanted a number")
+        return value
+
+    def word(self, name: str, default: str, *allowed: str) -> str:
+        if name not in self.given:
+            return default
+        return reads.word(self.reading, self.given[name], allowed)
+
+    def text(self, name: str) -> str:
+        flag = self.given[name]
+        return reads.known(self.reading, flag, "".join(flag.values))
+
+    def model(self) -> ModelConfig:
+        """All of it."""
+        hidden = self.size("hidden-size")
+        fields: dict[str, Any] = {"hidden_size": hidden, "name": PurePath(self.reading.path).stem}
+        fields |= {"source": self.reading.path}
+        fields |= self._mlp(hidden) | self._attention(hidden) | self._layers() | self._norms()
+        fields |= self._experts(fields["ffn_hidden_size"])
+        fields |= self._mixers(fields)
+        hidden_dropout = self.number("hidden-dropout", 0.1)
+        fields |= {
+            "hidden_dropout": hidden_dropout,
+            "embedding_dropout": hidden_dropout,
+            "attention_dropout": self.number("attention-dropout", 0.1),
+            "tied_embeddings": not self.has("untie-embeddings-and-output-weights"),
+        }
+        if self.has("mtp-num-layers"):
+            fields["mtp_num_layers"] = self.size("mtp-num-layers")
+        fields["vocab_size"] = 1
+        fields |= self._family(fields)
+        model = ModelConfig(**fields)
+        return replace(model, vocab_size=self._vocabulary(model), tower=self._tower())
+
+    def _family(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """What BERT and T5 have besides, by the program that trains them."""
+        if "bert" in self.program:
+            return {"causal": False, "encoder": True, "token_types": 2, "mlm_transform": True,
+                    "lm_head_bias": True, "pooler": True}  # fmt: skip
+        if "t5" not in self.program:
+            return {}
+        learned = fields["position"] == "learned"
+        if learned:
+            self.reading.notes.append("the tables of learned positions are left out")
+        return {"position": "none" if learned else fields["position"],
+                "encoder_num_layers": self.size("encoder-num-layers", fields["num_layers"])}  # fmt: skip
+
+    def _layers(self) -> dict[str, Any]:
+        pattern = next((n for n in ("hybrid-layer-pattern", "hybrid-override-pattern")
+                        if self.has(n)), None)  # fmt: skip
+        longest = self.reading.settings.get("seq_length", 4096)
+        fields: dict[str, Any] = {
+            "max_position_embeddings": self.size("max-position-embeddings", longest)
+        }
+        if pattern is None:
+            depth = next(name for name in _DEPTH if self.has(name))
+            return fields | {"num_layers": self.size(depth)}
+        main = self.text(pattern).split("/")[0]
+        stages = main.split("|")
+        letters = "".join(stages)
+        if strange := {*letters} - {*LETTERS}:
+            raise UserError(f"--{pattern}: {sorted(strange)[0]!r} is no layer that is known here")
+        if len(letters) > 10_000:
+            raise UserError(f"--{pattern}: {len(letters)} layers, wanted at most 10000")
+        if len(stages) > 1:
+            pp = self.reading.settings.get("pp", 1)
+            self.reading.settings["layers_per_stage"] = [len(stage) for stage in stages]
+            self.reading.settings["vpp"] = max(1, len(stages) // pp)
+        mixers, mlps = zip(*(LETTERS[letter] for letter in letters), strict=True)
+        return fields | {"num_layers": len(letters), "mixers": mixers, "mlps": mlps}
+
+    def _mlp(self, hidden: int) -> dict[str, Any]:
+        default = int(4 * hidden * 2 / 3 / 64) * 64 if self.has("swiglu") else 4 * hidden
+        fields: dict[str, Any] = {"ffn_hidden_size": self.size("ffn-hidden-size", default)}
+        oss = self.has("enable-gpt-oss")
+        activation = (
+            "silu" if self.has("swiglu") else "relu2" if self.has("squared-relu")
+            else "quick_gelu" if self.has("quick-geglu") or oss
+            else "gelu_tanh"
+        )  # fmt: skip
+        fields |= {"activation": activation, "gated": activation in ("silu", "quick_gelu")}
+        fields["mlp_bias"] = not self.has("disable-bias-linear")
+        if self.has("glu-linear-offset") or oss:
+            fields["glu_linear_offset"] = self.number("glu-linear-offset", 1.0)
+        if self.has("activation-func-clamp-value") or oss:
+            fields["activation_func_clamp_value"] = self.number("activation-func-clamp-value", 7.0)
+        return fields
+
+    def _attention(self, hidden: int) -> dict[str, Any]:
+        heads = self.size("num-attention-heads")
+        grouped = self.has("group-query-attention") or self.has("num-query-groups")
+        biased = not self.has("disable-bias-linear")
+        fields: dict[str, Any] = {
+            "num_attention_heads": heads,
+            "num_query_groups": self.size("num-query-groups", 1) if grouped else heads,
+            "kv_channels": self.size("kv-channels", max(hidden // max(heads, 1), 1)),
+            "qkv_bias": biased or self.has("add-qkv-bias"),
+            "attention_output_bias": biased,
+            "qk_norm": self.has("qk-layernorm"),
+            "qk_l2_norm": self.has("qk-l2-norm") or self.has("export-qk-l2-norm"),
+            "attention_gate": self.has("attention-output-gate"),
+            "position": self._position(),
+        }
+        if fields["position"] == "rope":
+            fields["rotary_fraction"] = self.number("rotary-percent", 1.0)
+        if self.has("enable-gpt-oss") or self.word("softmax-type", "vanilla", "vanilla",
+                                                   "learnable") == "learnable":  # fmt: skip
+            fields["attention_sinks"] = True
+        if fields["qk_l2_norm"]:
+            fields["qk_norm"] = False
+        if self.has("multi-latent-attention"):
+            turned = self.size("qk-pos-emb-head-dim", 64)
+            fields |= {
+                "num_query_groups": heads,
+                "kv_channels": self.size("qk-head-dim", 128) + turned,
+                "qk_rope_head_dim": turned,
+                "v_head_dim": self.size("v-head-dim", 128),
+                "kv_lora_rank": self.size("kv-lora-rank", 32),
+                "q_lora_rank": self.size("q-lora-rank", 0),
+                "rotary_fraction": 1.0,
+                "qk_norm": False,  # of the latents, which are always normalized here
+            }
+        return fields
+
+    def _position(self) -> str:
+        words = {"learned_absolute": "learned", "rope": "rope", "yarn": "rope", "mrope": "rope",
+                 "none": "none"}  # fmt: skip
+        kind = self.word("position-embedding-type", "learned_absolute", *words)
+        rotary = self.has("use-rotary-position-embeddings") or self.has("enable-gpt-oss")
+        turned = self.has("rotary-percent") and self.has("no-position-embedding")
+        if kind == "learned_absolute" and (rotary or turned):
+            return "rope"
+        return "none" if kind == "learned_absolute" and self.has("no-position-embedding") else words[kind]
+
+    def _norms(self) -> dict[str, Any]:
+        norm = self.word("normalization", "LayerNorm", "LayerNorm", "RMSNorm").lower()
+        after = self.has("post-self-attn-layernorm") or self.has("post-mlp-layernorm")
+        placement = {"norm_placement": "sandwich"} if after else {}
+        return {"norm": norm, "norm_bias": norm == "layernorm", **placement}
+
+    def _experts(self, ffn: int) -> dict[str, Any]:
+        if not self.has("num-experts"):
+            return {}
+        sigmoid = self.word("moe-router-score-function", "softmax", "softmax", "sigmoid",
+                            "sqrtsoftplus")  # fmt: skip
+        fields: dict[str, Any] = {
+            "num_experts": self.size("num-experts"),
+            "top_k": self.size("moe-router-topk", 2),
+            "moe_ffn_hidden_size": self.size("moe-ffn-hidden-size", ffn),
+            "shared_ffn_hidden_size": self.size("moe-shared-expert-intermediate-size", 0),
+            "moe_latent_size": self.size("moe-latent-size", 0),
+            "router": sigmoid,
+            "norm_topk_prob": sigmoid != "softmax" or not self.has("moe-router-pre-softmax"),
+            "num_expert_groups": self.size("moe-router-num-groups", 1),
+            "topk_groups": self.size("moe-router-group-topk", 1),
+            "shared_expert_gate": self.has("moe-shared-expert-gate"),
+            "expert_bias": bool(self.reading.settings.get("moe_router_enable_expert_bias")),
+            "router_bias": self.has("enable-gpt-oss"),
+        }
+        if self.has("enable-gpt-oss") or fields["shared_ffn_hidden_size"] == 0:
+            return fields | self._frequency()
+        return fields | self._frequency() | {"mlp_bias": False}
+
+    def _frequency(self) -> dict[str, Any]:
+        """Layers with experts: every n-th, or a list such as [0]*3+[1]*58."""
+        if not self.has("moe-layer-freq"):
+            return {}
+        text = self.text("moe-layer-freq")
+        pattern = pattern_of(text)
+        if pattern is None:
+            raise UserError(f"--moe-layer-freq is {text[:60]!r}, wanted 2 or [0]*3+[1]*58")
+        if isinstance(pattern, int):
+            return {"moe_layer_freq": pattern} if pattern > 1 else {}
+        first = pattern.index(1) if 1 in pattern else len(pattern)
+        if all(pattern[first:]):
+            return {"first_dense_layers": first} if first else {}
+        return {"mlps": shortest(["experts" if x else "dense" for x in pattern])}
+
+    def _mixers(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        mixers = fields.get("mixers", ())
+        if "mamba2" in mixers:
+            width = self.size("mamba-head-dim", 64)
+            heads = self.size("mamba-num-heads", 2 * fields["hidden_size"] // width)
+            return {"state_space": StateSpace(
+                heads=heads, head_width=width, state=self.size("mamba-state-dim", 128),
+                groups=self.size("mamba-num-groups", 8), chunk=128,
+                conv=self.size("linear-conv-kernel-dim", 4),
+            )}  # fmt: skip
+        if mixers:
+            return {}
+        if self.has("experimental-attention-variant"):
+            return self._variant()
+        if self.has("no-rope-freq"):
+            pattern = pattern_of(self.text("no-rope-freq"))
+            if isinstance(pattern, int):
+                return {"mixers": (*["global"] * (pattern - 1), "nope")}
+            if pattern:
+                return {"mixers": shortest(["nope" if x else "global" for x in pattern])}
+        if self.has("window-size") or self.has("enable-gpt-oss"):
+            text = self.text("window-size") if self.has("window-size") else "127,0"
+            before = re.match(r"\(?\s*(\d{1,9})\s*,", text)
+            if not before:
+                raise UserError(f"--window-size is {text!r}, wanted two numbers such as 127,0")
+            every = self.has("window-attn-skip-freq") or self.has("enable-gpt-oss")
+            skip = self.text("window-attn-skip-freq") if self.has("window-attn-skip-freq") else "2"
+            pattern = pattern_of(skip) if every else [1]
+            if isinstance(pattern, int):
+                pattern = [*[1] * (pattern - 1), 0]
+            kinds = ["local" if x else "global" for x in pattern or [1]]
+            return {"sliding_window": int(before[1]) + 1, "mixers": shortest(kinds)}
+        return {}
+
+    def _variant(self) -> dict[str, Any]:
+        variant = self.word("experimental-attention-variant", "", "dsa", "gated_delta_net", "gdn")
+        if variant == "dsa":
+            return {"mixers": ("indexed",), "index_topk": self.size("dsa-indexer-topk"),
+                    "index_n_heads": self.size("dsa-indexer-n-heads"),
+                    "index_head_dim": self.size("dsa-indexer-head-dim")}  # fmt: skip
+        pattern = pattern_of(self.text("linear-attention-freq")) if self.has(
+            "linear-attention-freq") else 4  # fmt: skip
+        if isinstance(pattern, int):
+            pattern = [*[1] * (pattern - 1), 0]
+        return {
+            "mixers": shortest(["gated_delta" if x else "global" for x in pattern or [1]]),
+            "state_space": StateSpace(
+                heads=self.size("linear-num-value-heads", 32),
+                head_width=self.size("linear-value-head-dim", 128),
+                state=self.size("linear-key-head-dim", 128),
+                groups=self.size("linear-num-key-heads", 16),
+                conv=self.size("linear-conv-kernel-dim", 4), conv_bias=False, chunk=64,
+            ),
+        }  # fmt: skip
+
+    def _vocabulary(self, model: ModelConfig) -> int:
+        for name in ("padded-vocab-size", "vocab-size"):
+            if self.has(name):
+                return self.size(name)
+        notes, tokenizer = self.reading.notes, self.given.get("tokenizer-model")
+        named = "".join(tokenizer.values) if tokenizer else ""
+        if (preset := _preset_of(named)) is not None:
+            size = PRESETS[preset].vocab_size
+            notes.append(f"the vocabulary is {size}, as {preset} has it (--tokenizer-model {named})")
+            return size
+        given = self.given.get("tokenizer-type")
+        kind = "".join(given.values) if given else "BertWordPieceLowerCase" * (not model.causal)
+        if size := _VOCABULARIES.get(kind):
+            notes.append(f"the vocabulary is {size}, that of {kind}")
+            return size
+        same = {name: other.vocab_size for name, other in PRESETS.items()
+                if _same_sizes(model, other)}  # fmt: skip
+        if len({*same.values()}) == 1:
+            name, size = next(iter(same.items()))
+            notes.append(f"the vocabulary is {size}, as {name} has it, whose sizes these are")
+            return size
+        raise UserError(
+            "the vocabulary is that of a tokenizer, which is not read; give its size: "
+            "--set vocab-size=N"
+        )
+
+    def _tower(self) -> ModelConfig | None:
+        """The vision model of examples/multimodal, whose output stands before the text."""
+        if not self.has("vision-model-type"):
+            return None
+        kind = self.word("vision-model-type", "", *_TOWERS)
+        side, patch = self.size("img-h", 224), self.size("patch-dim", 16)
+        tower: dict[str, Any] = {"gated": False, **_TOWERS[kind]}
+        self.reading.notes.append(
+            "a sample is taken as one image before the text; how tiles and frames are mixed is in "
+            "the data"
+        )
+        return replace(
+            PRESETS["clip-vit-l-336"], name=kind, source=self.reading.path, **tower,
+            num_query_groups=tower["num_attention_heads"],
+            max_position_embeddings=(side // patch) ** 2 + 1,
+            vision=Vision(image_size=side, patch_size=patch),
+        )  # fmt: skip
+
+
+def _same_sizes(model: ModelConfig, other: ModelConfig) -> bool:
+    names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "causal",
+             "num_query_groups", "kv_channels", "num_experts", "gated", "norm")  # fmt: skip
+    return all(getattr(model, name) == getattr(other, name) for name in names)
+
+
+def pattern_of(text: str) -> int | list[int] | None:
+    """A period, or a list as Megatron-LM evaluates it; None for anything else.
+
+    >>> pattern_of("2"), pattern_of("([0]*2+[1]*3)"), pattern_of("__import__('os')")
+    (2, [0, 0, 1, 1, 1], None)
+    """
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body if len(text) <= 40_000 else None
+        value = None if tree is None else _list_of(tree)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return None
+    if isinstance(value, int):
+        return value if 0 < value <= 10_000 else None
+    return value if value and all(x in (0, 1) for x in value) else None
+
+
+def _list_of(node: ast.AST) -> int | list[int]:
+    match node:
+        case ast.Constant(value=int() as value):
+            return value
+        case ast.List(elts=items):
+            values = [_list_of(item) for item in items]
+            return [value for value in values if isinstance(value, int)]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            a, b = _list_of(left), _list_of(right)
+            if isinstance(a, list) and isinstance(b, list) and len(a) + len(b) <= 10_000:
+                return a + b
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            a, b = _list_of(left), _list_of(right)
+            a, b = (b, a) if isinstance(a, int) else (a, b)
+            if isinstance(a, list) and isinstance(b, int) and len(a) * b <= 10_000:
+                return a * b
+        case _:
+            pass
+    raise ValueError

@@ -1,0 +1,191 @@
+"""What was read of a file of another tool: settings, a model, and what was left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from stagewright.errors import UserError, either
+from stagewright.launch.shell import Command, Script, shown, unknown_names
+from stagewright.launch.tables import Flag, Row, value_of
+from stagewright.model.config import ModelConfig
+
+
+class Line(NamedTuple):
+    """A flag, its value in the file, and what it means here or why it means nothing."""
+
+    flag: str
+    value: str
+    meaning: str
+
+
+@dataclass
+class Reading:
+    """Settings and model of a file; `lines` and `ignored` say how each flag was understood."""
+
+    path: str
+    tool: str
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])
+    """By our names, or by names that `names.translate` knows."""
+    model: ModelConfig | None = None
+    """The model whose sizes the file gives; None: `settings` may name one."""
+    lines: list[Line] = field(default_factory=list[Line])
+    ignored: list[Line] = field(default_factory=list[Line])
+    notes: list[str] = field(default_factory=list[str])
+    """Assumptions, a sentence each."""
+    needs: dict[str, str] = field(default_factory=dict[str, str])
+    """Settings that the file lacks, and why: the user has to give them."""
+
+    def summary(self) -> list[str]:
+        """A line on the file, and its assumptions."""
+        count = len(self.lines) + len(self.ignored)
+        head = (
+            f"{self.path} is {self.tool}'s: {len(self.lines)} of {count} flags count, "
+            f"{len(self.ignored)} do not; `stagewright show {self.path} --flags` lists them"
+        )
+        return [head, *self.notes]
+
+    def fail(self, message: str) -> UserError:
+        """An error about the file."""
+        return UserError(f"{self.path}: {message}")
+
+
+class Source(NamedTuple):
+    """A file of which some tool may know what it says."""
+
+    path: str
+    text: str
+    script: Script | None
+    """Commands of a shell script; None for a file of data."""
+    data: Mapping[str, Any] | None
+    """Content of a YAML, TOML or JSON file."""
+    more: tuple[str, ...] = ()
+    """Flags that the user gives besides those of the file."""
+    ignore_unknown: bool = False
+
+
+class Tool(NamedTuple):
+    """A tool whose files can be read."""
+
+    name: str
+    command: Callable[[Source], Command | None]
+    """The command of a script that starts this tool; None if there is none."""
+    claims: Callable[[Mapping[str, Any]], bool]
+    """True for the content of a file of data that is this tool's."""
+    read: Callable[[Source, Command | None], Reading]
+
+
+def known(reading: Reading, flag: Flag, text: str) -> str:
+    """Text of a value that matters; raises UserError if it comes from outside the file."""
+    if not (names := unknown_names(text)):
+        return text
+    name = names[0]
+    if name.startswith("$"):
+        raise reading.fail(
+            f"{flag.name} is {shown(text)}, the output of a command, which is not run; write the "
+            "value into the file"
+        )
+    raise reading.fail(
+        f"{flag.name} is {shown(text)}, which is not set in the file; give it: --set {name}=VALUE"
+    )
+
+
+def apply(reading: Reading, flags: Sequence[Flag], *, ignore_unknown: bool) -> dict[str, Flag]:
+    """Settings of all flags whose rows name one; the flags of the model, by name.
+
+    A flag that comes twice has its last value. Raises UserError for flags that change the step and
+    are not known, all at once, unless they are to be ignored.
+    """
+    last = {(flag.row.flag if flag.row else flag.name): flag for flag in flags}
+    of_model: dict[str, Flag] = {}
+    strange: list[Line] = []
+    for flag in last.values():
+        row = flag.row
+        if row is None:
+            strange.append(Line(flag.name, flag.text, "is not known here"))
+        elif row.ours == "-" and "?" in (row.words.get(value) for value in flag.values):
+            strange.append(Line(flag.name, flag.text, "is not modelled"))
+        elif row.ours == "-":
+            reading.ignored.append(Line(flag.name, flag.text, row.note))
+        elif row.ours == "?":
+            strange.append(Line(flag.name, flag.text, row.note))
+        elif row.ours == "~":
+            _approximate(reading, flag, flag.text, row)
+        elif row.ours == "!":
+            raise reading.fail(f"{flag.name}: {row.note}")
+        elif row.ours.startswith("model."):
+            of_model[row.flag] = flag
+        else:
+            strange += _set(reading, flag, row)
+    if strange and not ignore_unknown:
+        texts = [f"{line.flag}{' ' * bool(line.value)}{line.value[:40]} {line.meaning}"
+                 for line in strange[:6]]  # fmt: skip
+        more = f" and {len(strange) - 6} more" if len(strange) > 6 else ""
+        raise reading.fail(
+            f"what these change in the step is not modelled: {'; '.join(texts)}{more}; "
+            "--ignore-unknown reads the file without them"
+        )
+    reading.ignored += [line._replace(meaning=f"not modelled: {line.meaning}") for line in strange]
+    reading.notes += [f"{line.flag} is ignored, though it changes the step" for line in strange]
+    return of_model
+
+
+def _approximate(reading: Reading, flag: Flag, value: str, row: Row) -> None:
+    """Note a flag whose effect is left out, with what that does to the figures."""
+    reading.ignored.append(Line(flag.name, value, row.note))
+    reading.notes.append(f"{flag.name}{' ' * bool(value)}{value}: {row.note}")
+
+
+def _set(reading: Reading, flag: Flag, row: Row) -> list[Line]:
+    """Put a flag's settings into the reading; a value that is not known is returned."""
+    setting, constant = row.setting, row.ours[len(row.setting) :]
+    if constant.startswith("-"):
+        reading.settings.setdefault(f"{setting}-", []).append(constant[1:])
+        reading.lines.append(Line(flag.name, "", f"no {setting} {constant[1:]}"))
+        return []
+    if constant and not row.words:
+        given = {setting: value_of(constant[1:])}
+    elif not flag.values:
+        given = {setting: True}
+    else:
+        given = dict[str, Any]()
+        for text in flag.values:
+            value = known(reading, flag, text)
+            word = row.words.get(value, value)
+            if word == "?":
+                return [Line(flag.name, value, "is not modelled")]
+            if word == "~":
+                _approximate(reading, flag, value, row)
+            elif word == "-":
+                reading.ignored.append(Line(flag.name, value, row.note or "the default"))
+            elif "=" in word:
+                given |= {k: value_of(v) for k, v in (p.split("=") for p in word.split("&"))}
+            elif row.values in "+*":
+                given.setdefault(setting, []).append(value_of(word))
+            else:
+                given[setting] = value_of(word)
+    reading.settings |= given
+    for name, value in given.items():
+        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        reading.lines.append(Line(flag.name, flag.text, f"{name} {text}"))
+    if row.note and given and not row.words:
+        reading.notes.append(f"{flag.name}: {row.note}")
+    return []
+
+
+def whole(reading: Reading, flag: Flag) -> int:
+    """Whole number of a flag."""
+    text = known(reading, flag, flag.values[0] if flag.values else "")
+    value = value_of(text)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise reading.fail(f"{flag.name} is {shown(text)!r}, wanted a whole number")
+    return value
+
+
+def word(reading: Reading, flag: Flag, allowed: Sequence[str]) -> str:
+    """Word of a flag, one of those that are known here."""
+    text = known(reading, flag, flag.values[0] if flag.values else "")
+    if text not in allowed:
+        raise reading.fail(f"{flag.name} is {text!r}, wanted {either(allowed)}")
+    return text
