@@ -14,7 +14,7 @@ from stagewright.version import __version__
 
 if TYPE_CHECKING:
     from stagewright.api.compiled import Compiled, compile
-    from stagewright.api.experiments import load_run
+    from stagewright.api.experiments import load_run, read_launch
     from stagewright.api.generated import generate
     from stagewright.api.searched import Search, search
     from stagewright.api.searched_serving import ServingSearch, search_serving
@@ -44,6 +44,7 @@ __all__ = [
     "from_torch",
     "generate",
     "load_run",
+    "read_launch",
     "report",
     "resolve",
     "search",
@@ -68,6 +69,7 @@ _HOME = {
     "from_torch": "imports.sources",
     "generate": "api.generated",
     "load_run": "api.experiments",
+    "read_launch": "api.experiments",
     "report": "api.simulated",
     "resolve": "model.catalog",
     "search": "api.searched",

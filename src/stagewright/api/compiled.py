@@ -9,7 +9,7 @@ from functools import partial
 from types import NoneType
 from typing import Any
 
-from stagewright.api.experiments import gpus_per_node
+from stagewright.api.experiments import gpus_per_node, with_launch_file
 from stagewright.api.result import PublicResult, check_names, check_type, path_text
 from stagewright.lower.compile import compile as compile_run
 from stagewright.lower.compiled_run import CompiledRun
@@ -123,5 +123,6 @@ def run_of(
             return model
         given = {**model.model_dump(exclude_unset=True), **settings}
     else:
+        model, settings = with_launch_file(model, settings)
         given = {"model": path_text(model, "the name of a model, a path or a Run"), **settings}
     return Experiment.of({}, given, gpus_per_node=gpus).run

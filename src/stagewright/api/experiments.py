@@ -8,14 +8,18 @@ from typing import Any
 
 from stagewright.api.result import check_names, path_text
 from stagewright.errors import UserError
+from stagewright.launch import files as launch
+from stagewright.launch.reading import Reading
 from stagewright.run.experiment import Experiment
+from stagewright.run.sections.other_names import setting_of
 from stagewright.run.settings import Run
 from stagewright.time.hardware import resolve
 from stagewright.trace import recorded
 
 
 def load_run(path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> Run:
-    """A run from a YAML file, or an earlier run's manifest or bundle; overrides replace.
+    """A run from a YAML file, an earlier run's manifest or bundle, or a launch script of another
+    tool; overrides replace.
 
     If the file names nodes or GPUs and no dp, dp fills them. Errors are UserErrors that name the
     setting, and the file if it came from there.
@@ -31,6 +35,35 @@ def load_experiment(
     if path is not None:
         path = path_text(path, "the path of a run file")
     return recorded.load_experiment(path, overrides, gpus_per_node)
+
+
+def read_launch(
+    path: str | Path, variables: Mapping[str, str] | None = None, *, ignore_unknown: bool = False
+) -> Reading:
+    """What a launch script, recipe or server command of another tool says; nothing is run.
+
+    `variables` are values of variables from outside, and of flags that it lacks, by name. The
+    result has the `settings` and the `model`, and for each flag what it means (`lines`), or why it
+    means nothing here (`ignored`). `load_run` makes the run.
+    """
+    name = path_text(path, "the path of a launch file")
+    if launch.find(name) is None:
+        raise UserError(f"{name}: is no launch file of a tool that is known here")
+    return launch.read(
+        launch.with_variables(name, dict(variables or {}), ignore_unknown=ignore_unknown)
+    )
+
+
+def with_launch_file(what: object, settings: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A launch file that stands for a model as its model and its settings, below those given."""
+    given = {**settings}
+    path = what if isinstance(what, str) else str(what) if isinstance(what, Path) else ""
+    if not launch.find(path):
+        return what, given
+    taken = {setting_of(name) for name in given}
+    values = launch.complete(path, launch.settings(path), dict.fromkeys(taken))
+    model = values.pop("model", None)
+    return model, {k: v for k, v in values.items() if setting_of(k) not in taken} | given
 
 
 def gpus_per_node(hardware: str | None) -> int:

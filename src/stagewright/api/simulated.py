@@ -10,6 +10,7 @@ from types import NoneType
 from typing import Any
 
 from stagewright.api.compiled import Asked, compile, run_of, with_views
+from stagewright.api.experiments import with_launch_file
 from stagewright.api.result import PublicResult, check_type, path_text
 from stagewright.errors import UserError
 from stagewright.files import write_text
@@ -133,6 +134,7 @@ def simulate(
     (True, 8)
     """
     check_type(execution, "execution as an Execution", Execution, NoneType)
+    what, settings = with_launch_file(what, settings)
     cluster, how, settings = _sections(hardware, execution, settings)
     costs_of(cluster.price, cluster.costs)
     of = hardware.hardware if isinstance(hardware, Machine) else _known(hardware)

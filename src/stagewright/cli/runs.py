@@ -65,12 +65,15 @@ def launch_file(context: click.Context) -> None:
     model, config = context.params.get("model"), context.params.get("config")
     name = next((each for each in (config, model) if each and files.find(each)), None)
     if name is None:
-        if variables or ignores:
+        absent = str(config or model).endswith(".sh")  # the command says so
+        if (variables or ignores) and not absent:
             raise UserError("--set and --ignore-unknown are of a launch file; name one")
         return
     full = files.with_variables(name, variables, ignore_unknown=ignores)
     show_notes(files.read(full).summary())
-    if name == config or config is None:
+    if context.params.get("others"):  # several runs, each with its file
+        context.params["model"] = full
+    elif name == config or config is None:
         context.params |= {"config": full, "model": None if name == model else model}
     else:
         context.params["model"] = full

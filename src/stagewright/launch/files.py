@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import os
 import re
+import stat
+import tomllib
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qsl, quote
 
-from stagewright.errors import UserError
-from stagewright.files import read_text
+from stagewright.errors import UserError, either
+from stagewright.files import from_json, from_yaml, open_regular, read_text
 from stagewright.launch import megatron, shell
 from stagewright.launch.reading import Reading, Source, Tool
-from stagewright.launch.shell import shown
+from stagewright.launch.shell import Command, shown
 from stagewright.model.config import ModelConfig
 
 TOOLS: tuple[Tool, ...] = (megatron.SLIME, megatron.MEGATRON)
@@ -25,6 +27,8 @@ TOOLS: tuple[Tool, ...] = (megatron.SLIME, megatron.MEGATRON)
 
 _IGNORE = "ignore-unknown"
 _FLAG = re.compile(r"(?:^|[\s(\"'])--?[A-Za-z][\w.-]*(?=[\s=\"')\\]|$)")
+_DATA = re.compile(r"""---|[\[{]|["']?[\w.-]+["']?\s*:(\s|$)|["']?[\w.-]+["']?\s+=\s""")
+"""The first line of YAML, JSON or TOML."""
 _SHEBANG = re.compile(r"#! ?\S*/(env )?(ba|z|da|k)?sh\b")
 
 
@@ -43,22 +47,63 @@ def with_variables(path: str, variables: dict[str, str], *, ignore_unknown: bool
 def find(name: str | os.PathLike[str]) -> str | None:
     """The path of a launch file that a name stands for; None: it stands for something else."""
     path = os.fspath(name).partition("?")[0]
-    if not path or path.endswith((".json", ".stg", ".etb", ".csv")) or not os.path.isfile(path):
+    if not path or path.endswith((".stg", ".etb", ".csv")):
         return None
     try:
-        with open(path, "rb") as stream:
-            head = stream.read(shell.MOST_BYTES + 1)
-    except OSError:
+        status = os.stat(path)
+    except (OSError, ValueError):
         return None
-    return path if _is_script(head.decode("utf-8", "replace")) else None
+    is_file = stat.S_ISREG(status.st_mode)
+    return path if is_file and _is_launch_file(path, status.st_mtime_ns) else None
+
+
+@lru_cache(maxsize=64)
+def _is_launch_file(path: str, _: int) -> bool:
+    try:
+        with open_regular(path) as stream:
+            text = stream.read(shell.MOST_BYTES + 1).decode("utf-8", "replace")
+    except OSError:
+        return False
+    if _is_script(text):
+        return True
+    marks = (mark for tool in TOOLS for mark in tool.marks)
+    if len(text) > shell.MOST_BYTES or not any(mark in text for mark in marks):
+        return False
+    return _claimed(Source(path, text, None, _data(path, text))) is not None
 
 
 def _is_script(text: str) -> bool:
-    """True for text of a shell: by its first line, or by flags outside comments."""
+    """True for text of a shell: by its first line, or by flags outside comments.
+
+    YAML and TOML begin with a key or a section, JSON with a brace.
+    """
     if _SHEBANG.match(text):
         return True
-    lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
-    return any(len(_FLAG.findall(line[:2000])) > 0 for line in lines)
+    lines = [line.strip()[:2000] for line in text.splitlines()]
+    lines = [line for line in lines if line and not line.startswith("#")]
+    if not lines or _DATA.match(lines[0]):
+        return False
+    return any(_FLAG.search(line.partition(" #")[0]) for line in lines)
+
+
+def _data(path: str, text: str) -> dict[str, Any] | None:
+    """Content of a file of data: JSON, TOML or YAML; None for no mapping."""
+    try:
+        if text.lstrip().startswith("{"):
+            value = from_json(text, path)
+        elif re.search(r"^\s*\[[\w.]+\]\s*(#|$)", text, re.MULTILINE):
+            value = tomllib.loads(text)
+        else:
+            value = from_yaml(text, path)
+    except (UserError, tomllib.TOMLDecodeError):
+        return None
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
+
+
+def _claimed(source: Source) -> tuple[Tool, Command] | None:
+    """The first tool whose file it is."""
+    pairs = ((tool, tool.claim(source)) for tool in TOOLS)
+    return next(((tool, command) for tool, command in pairs if command is not None), None)
 
 
 def settings(name: str | os.PathLike[str]) -> dict[str, Any]:
@@ -101,15 +146,25 @@ def read(name: str | os.PathLike[str]) -> Reading:
 @lru_cache(maxsize=16)
 def _read(path: str, given: tuple[tuple[str, str], ...], ignores: bool, _: int) -> Reading:
     text = read_text(path, "a launch script", shell.MOST_BYTES)
-    script = shell.read(text, path, {k: v for k, v in given if "-" not in k})
     more = [part for k, v in given if "-" in k for part in ("--" + k.lstrip("-"), v) if part]
-    source = Source(path, text, script, None, tuple(more), ignores)
-    for tool in TOOLS:
-        if (command := tool.command(source)) is not None:
-            reading = tool.read(source, command)
-            reading.notes[:0] = script.notes
-            return reading
-    names = " or ".join(tool.name for tool in TOOLS)
-    starts = next((" ".join(map(shown, c.words))[:80] for c in script.commands), "nothing")
-    missing = f"; {script.missing[0]} is not here" if script.missing else ""
-    raise UserError(f"{path}: starts {starts}{missing}; wanted a command of {names}")
+    script = data = None
+    if _is_script(text):
+        script = shell.read(text, path, {k: v for k, v in given if "-" not in k})
+    else:
+        data = _data(path, text)
+    source = Source(path, text, script, data, tuple(more), ignores)
+    if (claimed := _claimed(source)) is None:
+        raise UserError(f"{path}: {_why_not(script)}")
+    tool, command = claimed
+    reading = tool.read(source, command)
+    reading.notes[:0] = script.notes if script else []
+    return reading
+
+
+def _why_not(script: shell.Script | None) -> str:
+    """What a script does that no tool knows."""
+    commands = script.commands if script else []
+    missing = f"; {script.missing[0]} is not here" if script and script.missing else ""
+    starts = next((" ".join(map(shown, c.words))[:80] for c in commands), "nothing")
+    names = either([tool.name for tool in TOOLS])
+    return f"starts {starts}{missing}; wanted a command of {names}"

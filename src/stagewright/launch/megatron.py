@@ -12,7 +12,7 @@ import ast
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import PurePath
 from typing import Any
 
@@ -59,8 +59,9 @@ _TOWERS: Mapping[str, Mapping[str, Any]] = {
 
 def _command(source: Source, flag: str) -> Command | None:
     """The command with most of Megatron-LM's flags; a program that trains goes first."""
-    assert source.script is not None
-    rows = table("megatron")
+    if source.script is None:
+        return None
+    rows = {**table("megatron"), **(table("slime") if flag else {})}
     counts: list[tuple[bool, int, int]] = []
     for index, command in enumerate(source.script.commands):
         names = {canonical(word.split("=")[0]) for word in command.words if word.startswith("--")}
@@ -101,8 +102,7 @@ def _program(command: Command) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
     return (), "", words
 
 
-def _read_megatron(source: Source, command: Command | None) -> Reading:
-    assert command is not None
+def _read_megatron(source: Source, command: Command) -> Reading:
     reading = Reading(source.path, "Megatron-LM")
     before, program, words = _program(command)
     flags = [*parse((*words, *source.more), [table("megatron")])]
@@ -114,13 +114,15 @@ def _read_megatron(source: Source, command: Command | None) -> Reading:
     return reading
 
 
-def _read_slime(source: Source, command: Command | None) -> Reading:
-    assert command is not None
+def _read_slime(source: Source, command: Command) -> Reading:
     reading = Reading(source.path, "slime")
-    before, program, words = _program(command)
+    _, program, words = _program(command)
     flags = [*parse((*words, *source.more), [table("slime"), table("megatron")])]
     _refuse_other(reading, program)
     given = reads.apply(reading, flags, ignore_unknown=source.ignore_unknown)
+    # slime sets these itself: backends/megatron_utils/arguments.py
+    defaults = {"precision": "bf16", "zero": 1, "moe_token_dispatcher_type": "alltoall"}
+    reading.settings = defaults | reading.settings
     _run(reading, given, {flag.row.flag for flag in flags if flag.row})
     _update(reading)
     _model(reading, source, given, program)
@@ -128,8 +130,8 @@ def _read_slime(source: Source, command: Command | None) -> Reading:
     return reading
 
 
-MEGATRON = Tool("Megatron-LM", lambda s: _command(s, ""), lambda _: False, _read_megatron)
-SLIME = Tool("slime", lambda s: _command(s, "actor-num-nodes"), lambda _: False, _read_slime)
+MEGATRON = Tool("Megatron-LM", partial(_command, flag=""), _read_megatron)
+SLIME = Tool("slime", partial(_command, flag="actor-num-nodes"), _read_slime)
 
 
 def _refuse_other(reading: Reading, program: str) -> None:
@@ -173,12 +175,12 @@ def _run(reading: Reading, given: Mapping[str, Flag], names: set[str]) -> None:
         stages = [("no_shard", "optim", "optim_grads", "optim_grads_params").index(strategy)]
     settings["zero"] = max(stages)
     overlapped = "dp" in settings.pop("no_overlap-", [])
-    waiting = [settings.pop("no_overlap", None)]
+    waiting = {settings.pop("no_overlap", "dp")} - {"dp"}
     if settings.get("vpp", 1) == 1 and "num_layers_per_virtual_pipeline_stage" not in settings:
-        waiting = []  # without virtual stages there is nothing to switch off
+        waiting = set[str]()  # without virtual stages there is nothing to switch off
     if not overlapped and settings["zero"] < 2:
-        waiting.append("dp")
-    settings["no_overlap"] = sorted(filter(None, waiting))
+        waiting.add("dp")
+    settings["no_overlap"] = sorted(waiting)
     if settings.get("overlap_param_gather") and settings["zero"] == 0:
         del settings["overlap_param_gather"]
     settings.setdefault("precision", "fp32")
@@ -186,6 +188,8 @@ def _run(reading: Reading, given: Mapping[str, Flag], names: set[str]) -> None:
         settings.pop("fp8_recipe", None)
     if "num-experts" in given:
         settings.setdefault("moe_token_dispatcher_type", "allgather")
+    elif "hf-checkpoint" not in given:
+        settings.pop("moe_token_dispatcher_type", None)
     if settings.get("recompute") != "full":
         settings.pop("recompute_method", None)
         settings.pop("recompute_num_layers", None)
@@ -206,6 +210,9 @@ def _run(reading: Reading, given: Mapping[str, Flag], names: set[str]) -> None:
     for name in ("moe_router_load_balancing_type", "cp_comm_type"):
         if isinstance(settings.get(name), list):
             settings[name] = settings[name][0]
+    if settings.pop("freeze", False):
+        parts = {"freeze-ViT": ["tower.*"], "freeze-LM": ["layer.*", "head.*", "wte"]}
+        settings["freeze"] = [name for flag in parts if flag in names for name in parts[flag]]
     if "padded-vocab-size" in given:
         settings["make_vocab_size_divisible_by"] = 1
     settings.setdefault("make_vocab_size_divisible_by", 128)
@@ -242,16 +249,16 @@ def _update(reading: Reading) -> None:
 # ---- the model -----------------------------------------------------------------------------------
 
 
-def _model(
-    reading: Reading, source: Source, given: Mapping[str, Flag], program: str
-) -> None:
+def _model(reading: Reading, source: Source, given: Mapping[str, Flag], program: str) -> None:
     """The model of the flags; without sizes, the one whose checkpoint is named."""
     assert source.script is not None
     checkpoint = "".join(given["hf-checkpoint"].values) if "hf-checkpoint" in given else ""
     spec = given.get("spec")
     foreign = spec is not None and not spec.text.startswith("megatron.")
     if foreign or not {*_DEPTH} & {*given}:
-        why = f"the model is Python code ({spec.text})" if foreign and spec else _why_no_sizes(source)
+        why = (
+            f"the model is Python code ({spec.text})" if foreign and spec else _why_no_sizes(source)
+        )
         if not (preset := _preset_of(checkpoint)):
             reading.needs["model"] = f"{why}; name a model: MODEL --config {reading.path}"
             return
@@ -376,8 +383,9 @@ class _Sizes:
         learned = fields["position"] == "learned"
         if learned:
             self.reading.notes.append("the tables of learned positions are left out")
-        return {"position": "none" if learned else fields["position"],
-                "encoder_num_layers": self.size("encoder-num-layers", fields["num_layers"])}  # fmt: skip
+        layers = self.size("encoder-num-layers", fields["num_layers"])
+        position = "none" if learned else fields["position"]
+        return {"position": position, "encoder_num_layers": layers}
 
     def _layers(self) -> dict[str, Any]:
         pattern = next((n for n in ("hybrid-layer-pattern", "hybrid-override-pattern")
@@ -464,7 +472,11 @@ class _Sizes:
         turned = self.has("rotary-percent") and self.has("no-position-embedding")
         if kind == "learned_absolute" and (rotary or turned):
             return "rope"
-        return "none" if kind == "learned_absolute" and self.has("no-position-embedding") else words[kind]
+        return (
+            "none"
+            if kind == "learned_absolute" and self.has("no-position-embedding")
+            else words[kind]
+        )
 
     def _norms(self) -> dict[str, Any]:
         norm = self.word("normalization", "LayerNorm", "LayerNorm", "RMSNorm").lower()
@@ -573,7 +585,9 @@ class _Sizes:
         named = "".join(tokenizer.values) if tokenizer else ""
         if (preset := _preset_of(named)) is not None:
             size = PRESETS[preset].vocab_size
-            notes.append(f"the vocabulary is {size}, as {preset} has it (--tokenizer-model {named})")
+            notes.append(
+                f"the vocabulary is {size}, as {preset} has it (--tokenizer-model {named})"
+            )
             return size
         given = self.given.get("tokenizer-type")
         kind = "".join(given.values) if given else "BertWordPieceLowerCase" * (not model.causal)

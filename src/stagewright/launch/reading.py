@@ -10,6 +10,7 @@ from stagewright.errors import UserError, either
 from stagewright.launch.shell import Command, Script, shown, unknown_names
 from stagewright.launch.tables import Flag, Row, value_of
 from stagewright.model.config import ModelConfig
+from stagewright.texttable import Table
 
 
 class Line(NamedTuple):
@@ -31,7 +32,9 @@ class Reading:
     model: ModelConfig | None = None
     """The model whose sizes the file gives; None: `settings` may name one."""
     lines: list[Line] = field(default_factory=list[Line])
+    """Flags that count, with their settings."""
     ignored: list[Line] = field(default_factory=list[Line])
+    """Flags that do not, with the reason."""
     notes: list[str] = field(default_factory=list[str])
     """Assumptions, a sentence each."""
     needs: dict[str, str] = field(default_factory=dict[str, str])
@@ -42,13 +45,42 @@ class Reading:
         count = len(self.lines) + len(self.ignored)
         head = (
             f"{self.path} is {self.tool}'s: {len(self.lines)} of {count} flags count, "
-            f"{len(self.ignored)} do not; `stagewright show {self.path} --flags` lists them"
+            f"{len(self.ignored)} do not; `stagewright show {self.path} --launch` lists them"
         )
         return [head, *self.notes]
+
+    def tables(self) -> list[Table]:
+        """What the flags mean, and which mean nothing here and why."""
+        parts = {"what counts": (self.lines, "setting"), "what does not": (self.ignored, "reason")}
+        return [
+            Table(
+                f"{self.tool}: {title}",
+                {"flag": [_shortened(line) for line in lines],
+                 name: [line.meaning for line in lines]},
+            )
+            for title, (lines, name) in parts.items()
+        ]  # fmt: skip
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return {
+            "file": self.path,
+            "tool": self.tool,
+            "settings": self.settings,
+            "flags": [line._asdict() for line in self.lines],
+            "ignored": [line._asdict() for line in self.ignored],
+            "notes": self.notes,
+        }
 
     def fail(self, message: str) -> UserError:
         """An error about the file."""
         return UserError(f"{self.path}: {message}")
+
+
+def _shortened(line: Line) -> str:
+    """A flag with its value, in a line of a table."""
+    text = f"{line.flag} {line.value}".rstrip()
+    return text if len(text) <= 48 else f"{text[:45]}..."
 
 
 class Source(NamedTuple):
@@ -69,11 +101,11 @@ class Tool(NamedTuple):
     """A tool whose files can be read."""
 
     name: str
-    command: Callable[[Source], Command | None]
-    """The command of a script that starts this tool; None if there is none."""
-    claims: Callable[[Mapping[str, Any]], bool]
-    """True for the content of a file of data that is this tool's."""
-    read: Callable[[Source, Command | None], Reading]
+    claim: Callable[[Source], Command | None]
+    """The command of a source that starts this tool; for data an empty one. None: not its file."""
+    read: Callable[[Source, Command], Reading]
+    marks: tuple[str, ...] = ()
+    """Words of which a file of data has one; empty: the tool has no such files."""
 
 
 def known(reading: Reading, flag: Flag, text: str) -> str:
@@ -142,7 +174,7 @@ def _set(reading: Reading, flag: Flag, row: Row) -> list[Line]:
     setting, constant = row.setting, row.ours[len(row.setting) :]
     if constant.startswith("-"):
         reading.settings.setdefault(f"{setting}-", []).append(constant[1:])
-        reading.lines.append(Line(flag.name, "", f"no {setting} {constant[1:]}"))
+        reading.lines.append(Line(flag.name, "", f"{setting} without {constant[1:]}"))
         return []
     if constant and not row.words:
         given = {setting: value_of(constant[1:])}
@@ -162,12 +194,12 @@ def _set(reading: Reading, flag: Flag, row: Row) -> list[Line]:
             elif "=" in word:
                 given |= {k: value_of(v) for k, v in (p.split("=") for p in word.split("&"))}
             elif row.values in "+*":
-                given.setdefault(setting, []).append(value_of(word))
+                given[setting] = [*given.get(setting, ()), value_of(word)]
             else:
                 given[setting] = value_of(word)
     reading.settings |= given
     for name, value in given.items():
-        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        text = str(value).strip("[]").replace("'", "") if row.values in "+*" else str(value)
         reading.lines.append(Line(flag.name, flag.text, f"{name} {text}"))
     if row.note and given and not row.words:
         reading.notes.append(f"{flag.name}: {row.note}")

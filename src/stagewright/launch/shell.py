@@ -42,22 +42,25 @@ _OPERATORS = ("&&", "||", ";;&", ";&", ";;", "&>>", "&>", ">>", ">&", "<<<", "<&
 _REDIRECTIONS = frozenset({"&>>", "&>", ">>", ">&", "<<<", "<&", "<>", ">|", "<", ">"})
 _ENDS = frozenset({"\n", ";", "&", "&&", "||", "|", "|&", ")", ";;", ";&", ";;&"})
 _DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
-_QUIET = frozenset({"echo", "printf", "cat", "mkdir", "cd", "set", "shift", "trap", "sleep", "pkill"})
+_QUIET = frozenset(
+    {"echo", "printf", "cat", "mkdir", "cd", "set", "shift", "trap", "sleep", "pkill"}
+)
 
 
 def unknown(name: str) -> str:
     """Text that stands for a value from outside; `$(` begins the name of a command's output."""
-    return f"\0{name}\0"
+    return "\0" + name.replace(" ", "\1") + "\0"
 
 
 def unknown_names(text: str) -> list[str]:
     """Variables and commands whose values a word would need."""
-    return _MARK.findall(text)
+    return [name.replace("\1", " ") for name in _MARK.findall(text)]
 
 
 def shown(text: str) -> str:
     """A word as the script has it: unknown values by their names."""
-    return _MARK.sub(lambda mark: mark[1] if mark[1].startswith("$") else f"${mark[1]}", text)
+    text = _MARK.sub(lambda mark: mark[1] if mark[1].startswith("$") else f"${mark[1]}", text)
+    return text.replace("\1", " ")
 
 
 class Command(NamedTuple):
@@ -86,6 +89,9 @@ def read(text: str, path: str = "script", given: Mapping[str, str] | None = None
 
     Raises UserError for text that no shell could read, and for more work than a script needs.
     """
+    if strange := re.search("[\0-\x08\x0e-\x1f]", text):
+        line = text.count("\n", 0, strange.start()) + 1
+        raise UserError(f"{path}: line {line}: holds control characters; wanted a script")
     reader = _Reader(path, given or {})
     try:
         reader.run_text(text)
@@ -278,6 +284,7 @@ class _Reader:
         self.before: tuple[str, ...] = ()
         """Words of the launcher whose `-c` is being read."""
         self.depth = self.steps = self.made = 0
+        self.status: bool | None = True
         self.tokens: list[_Token] = []
 
     # -- limits
@@ -426,17 +433,22 @@ class _Reader:
             del self.script.commands[commands:]
             return self._list(i, frozenset(stops), False)
 
+    def _begin_test(self) -> set[str]:
+        """Forget what the last test read; returns the variables that were used so far."""
+        self.read_outside, self.status, used, self.used = False, True, self.used, set[str]()
+        return used
+
     def _condition(self, i: int, stop: str, run: bool) -> tuple[int, bool | None]:
-        self.read_outside, self.status, used = False, True, self.used
-        self.used = set[str]()
+        used = self._begin_test()
         line = self.tokens[min(i, len(self.tokens) - 1)].line
         i = self._list(i, frozenset({stop}), run)
         if run:
             self.tested = {name for name in self.used if _NAME.fullmatch(name)}
         self.used |= used
-        if run and self.status is None:
+        decided = self.status
+        if run and decided is None:
             self.script.notes.append(f"line {line}: a test that is not decided counts as false")
-        return self._expect(i, stop), self.status
+        return self._expect(i, stop), decided
 
     def _if(self, i: int, run: bool) -> int:
         done = False
@@ -484,7 +496,7 @@ class _Reader:
     def _for(self, i: int, run: bool) -> int:
         head = self.tokens[i].text if i < len(self.tokens) else ""
         if head.startswith("(("):
-            parts = (head[2:-2].split(";") + ["", ""])[:3]
+            parts = [*head[2:-2].split(";"), "", ""][:3]
             if run:
                 self._arithmetic(parts[0])
             turns: Iterator[object] = self._turns(parts[1], parts[2]) if run else iter(())
@@ -585,7 +597,9 @@ class _Reader:
 
     def _record(self, words: list[str], body: str | None, line: int) -> None:
         """Note a command, or follow the commands that it is given as text."""
-        shells = [i for i, word in enumerate(words) if word in ("bash", "sh", "/bin/bash", "/bin/sh")]
+        shells = [
+            i for i, word in enumerate(words) if word in ("bash", "sh", "/bin/bash", "/bin/sh")
+        ]
         texts = [
             (i, words[j + 1])
             for i in shells
@@ -1012,7 +1026,7 @@ class _Reader:
             case ["-v", word]:
                 return self._value(word) is not None
             case ["-z" | "-n" as sign]:  # [ -z $UNSET ]
-                return True if sign == "-z" else False
+                return sign == "-z"
             case ["-f" | "-d" | "-e" | "-s" | "-r" | "-w" | "-x" | "-L", _]:
                 return True  # a script is started where its files are
             case [left, "==" | "=" | "!=" as sign, right]:

@@ -8,8 +8,8 @@
 | | lacks an item. `model.FIELD`: part of the model. `-`: no effect on time or size. `?`: changes |
 | | the step in a way that is not known here. `~`: left out, `note` says what that does to the |
 | | figures. `!`: refused, `note` says what to use |
-| `words` | `THEIRS>OURS`, between semicolons: values with other names; OURS is a value, `-`, `?`, `~`, |
-| | or `setting=value`, several joined by `&` |
+| `words` | `THEIRS>OURS`, between semicolons: values with other names; OURS is a value, |
+| | `-`, `?`, `~`, or `setting=value`, several joined by `&` |
 | `note` | reason or assumption |
 
 >>> table("megatron")["tensor_model_parallel_size"].ours
@@ -100,7 +100,7 @@ def parse(words: Sequence[str], tables: Iterable[Mapping[str, Row]]) -> Iterator
         if equals:
             yield Flag(name, (value,), row)
             continue
-        most = _MOST.get(row.values, None) if row else None
+        most = _MOST.get(row.values) if row else None
         most = int(row.values) if row and row.values.isdigit() else most
         count = 0
         while i + count < len(words) and count != most:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import UserError
+from stagewright.launch import files as launch
 from stagewright.model.catalog import resolve as resolve_model
 from stagewright.model.config import ModelConfig
 from stagewright.run.experiment import Experiment
@@ -70,6 +71,8 @@ def search_request(
         model = model or recorded_model(values, path or "")
     else:
         values = flat(values, path)
+        if path is not None and launch.find(path):
+            values = {name: value for name, value in values.items() if name not in _LAYOUT}
         search_only = {name: values.pop(name) for name in [*values] if _is_search_only(name)}
         values = _pop_axes(values, axes, where)
     # Options override the run file, and --vary adds lists.
@@ -112,6 +115,17 @@ def search_request(
         axes["dp"] = (base.run.dp,)
     model = model or resolve_model(base.run.model, base.run.as_family or "")
     return _with_defaults(base, model, fleets, axes, fixed, added, origins)
+
+
+_LAYOUT = frozenset({
+    "tp", "cp", "dp", "pp", "ep", "etp", "vpp", "zero", "dp_shard", "sequence_parallel",
+    "recompute", "recompute_modules", "recompute_num_layers", "recompute_method",
+    "micro_batch_size", "layers_per_stage", "num_layers_per_virtual_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    "microbatch_group_size_per_vp_stage", "moe_token_dispatcher_type", "moe_flex_dispatcher",
+})  # fmt: skip
+"""Settings of a launch file that a search finds itself: of a run file they are fixed."""
 
 
 def _pop_zero_allowance(values: dict[str, Any]) -> bool:

@@ -51,9 +51,9 @@ def report(
 
     One file of HTML that needs no network. MODEL is a preset (see `stagewright models`), the path
     of a Hugging Face config.json, an id of the hub that is in its local cache, a run file (.yaml),
-    or a bundle. Several of them make a page that compares these runs; options apply to all of
-    them. The exit code is 3 if a run does not fit into the memory of the hardware, or into
-    --device-memory.
+    a launch script of another tool, or a bundle. Several of them make a page that compares these
+    runs; options apply to all of them. The exit code is 3 if a run does not fit into the memory of
+    the hardware, or into --device-memory.
     """
     from stagewright.files import write_text
     from stagewright.numbers import quantity
@@ -111,15 +111,20 @@ def _run(
     model: str | None, config: str | None, settings: dict[str, Any]
 ) -> tuple[CompiledRun, SimulatedStep | None]:
     """Compile a run, and simulate it if it names hardware."""
+    from stagewright.launch import files
     from stagewright.trace.formats.archive import is_bundle
 
-    if model is not None and config is None and (is_bundle(model) or model.endswith(_RUN_FILES)):
+    is_run = model is not None and (
+        is_bundle(model) or model.endswith(_RUN_FILES) or files.find(model) is not None
+    )
+    if is_run and config is None:
         model, config = None, model
     experiment = runs.load_experiment(model, config, settings)
     if experiment.cluster.hardware is not None:
         step = run_experiment(experiment, model, config)
         return step.compiled, step
-    _check_no_machine(experiment)
+    if config is None or not files.find(config):  # a launch file says more than a page needs
+        _check_no_machine(experiment)
     return runs.compile_run(experiment.run, model, config), None
 
 

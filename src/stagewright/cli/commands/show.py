@@ -27,6 +27,7 @@ from stagewright.errors import UserError
 )
 @click.option("--graph", is_flag=True, help="The sharded graph, as text.")
 @click.option("--kernels", is_flag=True, help="The distinct kernels, as CSV to fill in durations.")
+@click.option("--launch", is_flag=True, help="What was read of a launch file: flags, settings.")
 @click.option("--schedule-picture", is_flag=True, help="The pipeline schedule, as a picture.")
 @output_file("--memory-plot", help="Memory over the step, as an HTML page.")
 @FORCE
@@ -38,6 +39,7 @@ def show(
     via: str | None,
     graph: bool,
     kernels: bool,
+    launch: bool,
     schedule_picture: bool,
     memory_plot: str | None,
     **settings: Any,
@@ -45,12 +47,15 @@ def show(
     """Print what the ranks compute, communicate and hold.
 
     MODEL is a preset (see `stagewright models`), the path of a Hugging Face config.json, an id of
-    the hub in its local cache, or a bundle, which is shown as it is: without settings. The exit
-    code is 3 if the run does not fit into the memory of the hardware, or into --device-memory.
+    the hub in its local cache, a launch script of another tool, or a bundle, which is shown as it
+    is: without settings. The exit code is 3 if the run does not fit into the memory of the
+    hardware, or into --device-memory.
     """
     from stagewright.trace.formats.archive import is_bundle
     from stagewright.views.summary import summary, summary_text
 
+    if launch:
+        return _launch_file(config, as_json=as_json)
     chosen = (as_json, graph, kernels, schedule_picture, memory_plot is not None)
     if sum(chosen) > 1:
         raise UserError(
@@ -94,6 +99,17 @@ def show(
         values = summary(compiled)
         output.print_result(lambda: values if as_json else summary_text(values))
     return runs.code_of(compiled.fit)
+
+
+def _launch_file(config: str | None, *, as_json: bool) -> int:
+    """Print what was read of a launch file."""
+    from stagewright.launch import files
+
+    if config is None or not files.find(config):
+        raise UserError("--launch is of a launch file of another tool; name one, such as train.sh")
+    reading = files.read(config)
+    output.print_result(reading.to_dict if as_json else reading.tables)
+    return 0
 
 
 def _imported(source: str) -> str:

@@ -32,8 +32,9 @@ def simulate(
     """Simulate a step on a machine: its time, and where it goes.
 
     MODEL is a preset (see `stagewright models`), the path of a Hugging Face config.json, an id of
-    the hub in its local cache, or the bundle of a graph from `import`, which takes --hardware
-    alone. The exit code is 3 if the step does not fit into the memory of a device.
+    the hub in its local cache, a launch script of another tool, or the bundle of a graph from
+    `import`, which takes --hardware alone. The exit code is 3 if the step does not fit into the
+    memory of a device.
     """
     from stagewright.trace.formats.archive import is_bundle
     from stagewright.views import perfetto as timeline

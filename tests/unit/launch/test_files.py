@@ -1,0 +1,138 @@
+"""Launch files in commands and in the API; what is no launch file, and what must not be opened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import stagewright as sw
+from stagewright.cli import main as cli
+from stagewright.errors import UserError
+from stagewright.launch import files
+
+SCRIPT = """#!/bin/bash
+# A small model that is trained on one node.
+SIZE=${SIZE:-tiny}
+if [ "$SIZE" = tiny ]; then HIDDEN=256; else HIDDEN=512; fi
+MODEL=(
+  --num-layers 2 --hidden-size $HIDDEN --num-attention-heads 4 --swiglu --disable-bias-linear
+  --normalization RMSNorm --position-embedding-type rope  # as Llama has them
+  --vocab-size 1000 --max-position-embeddings 512
+)
+torchrun --nproc_per_node 4 --nnodes ${NODES:-1} pretrain_gpt.py "${MODEL[@]}" \\
+  --tensor-model-parallel-size 2 --seq-length 512 --micro-batch-size 1 --global-batch-size 8 \\
+  --bf16 --lr 1e-4 --save $(touch {canary})
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.sh"
+    path.write_text(SCRIPT.replace("{canary}", str(tmp_path / "canary")))
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([str(each) for each in arguments])
+    assert isinstance(caught.value.code, int)
+    return caught.value.code, *capsys.readouterr()
+
+
+def test_a_script_is_a_run(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """MODEL, --config and the API give the same step; nothing of the script is run."""
+    code, out, err = run(capsys, "simulate", script, "--hardware", "h100-sxm", "--json")
+    assert (code, "Megatron-LM" in err) == (0, True)
+    seconds = json.loads(out)["step_seconds"]
+    _, out, _ = run(capsys, "simulate", "--config", script, "--hardware", "h100-sxm", "--json")
+    assert json.loads(out)["step_seconds"] == seconds
+    assert sw.simulate(script, "h100-sxm").seconds == seconds
+    assert sw.load_run(script).dp == 2
+    assert not (script.parent / "canary").exists()
+
+
+def test_settings_and_variables(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "show", script, "--set", "SIZE=large", "--set", "NODES=2", "--json")
+    large = json.loads(out)
+    assert large["world_size"] == 8
+    _, out, _ = run(capsys, "show", script, "--tp", "4", "--layers", "1", "--json")
+    assert json.loads(out)["world_size"] == 4
+    code, _, err = run(capsys, "show", script, "--set", "SISE=large")
+    assert (code, "has no variable SISE" in err) == (2, True)
+    code, _, err = run(capsys, "show", "gpt2", "--set", "A=1")
+    assert (code, "of a launch file" in err) == (2, True)
+
+
+def test_what_was_read(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "show", script, "--launch")
+    assert code == 0
+    assert "--tensor-model-parallel-size 2" in out
+    assert "learning rate" in out
+    _, out, _ = run(capsys, "show", script, "--launch", "--json")
+    reading = json.loads(out)
+    assert {"flag": "--lr", "value": "1e-4"}.items() <= reading["ignored"][-2].items() | set()
+    assert reading["settings"]["tp"] == 2
+    code, _, err = run(capsys, "show", "gpt2", "--launch")
+    assert (code, "of a launch file" in err) == (2, True)
+
+
+def test_other_commands(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "traces"
+    assert run(capsys, "generate", script, "-o", out)[0] == 0
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["run"]["tp"] == 2
+    assert sw.load_run(out / "manifest.json").tp == 2
+    page = tmp_path / "page.html"
+    assert run(capsys, "report", script, "-o", page)[0] == 0
+    assert run(capsys, "report", script, script, "-o", tmp_path / "both.html")[0] == 0
+
+
+def test_a_search_finds_another_layout(script: Path) -> None:
+    """The model, the batch and the number of GPUs are the file's; the layout is open."""
+    found = sw.search(script, "h100-sxm", most=4, top=4)
+    settings = [str(row["settings"]) for row in found.table("best").rows]
+    assert any("tp=" not in text for text in settings)
+    assert found.table("best").rows[0]["settings"] != "tp=2 dp=2"
+
+
+def test_a_model_in_a_run_file(script: Path, tmp_path: Path) -> None:
+    """A run file may name the model of a script, whose settings are not taken."""
+    config = tmp_path / "run.yaml"
+    config.write_text(f"model: {script}?SIZE=large\ntp: 1\n")
+    loaded = sw.load_run(config)
+    assert (loaded.tp, loaded.dp) == (1, 1)
+    assert sw.resolve(loaded.model).hidden_size == 512
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.yaml", "model: gpt2 # as --model gpt2\ntp: 2\n"),
+        ("config.json", '{"model_type": "llama", "note": "--tp 8"}'),
+        ("notes.txt", "A text about nothing.\n"),
+    ],
+)
+def test_no_launch_files(name: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert files.find(path) is None
+
+
+def test_refusals(tmp_path: Path) -> None:
+    """A line each: other commands, nothing, too much, and a shell's error."""
+    path = tmp_path / "x.sh"
+    cases = {
+        "#!/bin/bash\nrsync --archive a b": "starts rsync --archive a b; wanted a command of",
+        "#!/bin/bash\nX=1": "starts nothing",
+        "#!/bin/bash\nif true; then": "cannot read the end",
+        "#!/bin/bash\n#" + "x" * 10_000_000: "over 524288 bytes",
+        "python tools/convert.py --num-layers 2 --hidden-size 8 --num-attention-heads 2":
+            "runs no training step",
+    }  # fmt: skip
+    for text, said in cases.items():
+        path.write_text(text)
+        with pytest.raises(UserError) as error:
+            sw.load_run(path)
+        assert said in str(error.value)

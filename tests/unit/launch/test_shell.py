@@ -1,0 +1,114 @@
+"""Shell scripts as commands: what a shell would make of them, and hostile ones."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from stagewright.errors import UserError
+from stagewright.launch.shell import read, shown
+
+
+def words(text: str, **given: str) -> list[str]:
+    """Words of the last command."""
+    return [shown(word) for word in read(text, given=given).commands[-1].words]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("run \\\n  --a 1 \\\n  --b", "run --a 1 --b"),
+        ("run a # comment", "run a"),
+        ("run 'a b' \"c d\"", "run|a b|c d"),
+        ('X=3\nrun $X ${X}0 "$X" \'$X\'', "run 3 30 3 $X"),
+        ("run ${X:-a b}", "run a b"),
+        ('run "${X:-a b}"', "run|a b"),
+        ("X=1\nrun ${X:+--on} ${Y:+--off}", "run --on"),
+        ('A=(--a 1 # why not\n "b c")\nrun "${A[@]}"', "run|--a|1|b c"),
+        ("A=(1)\nA+=(2 3)\nrun ${A[@]} ${#A[@]} ${A[1]}", "run 1 2 3 3 2"),
+        ("A=()\nrun ${A[@]} x", "run x"),
+        ("N=4\nG=$((N * 2 + 1))\nrun $G $(($G%4))", "run 9 1"),
+        ("if [ $N -gt 0 ]; then A=1; else A=2; fi\nrun $A", "run 2"),
+        ('K=x\nif [[ "$K" == "y" || $K = x ]]; then A=1; fi\nrun $A', "run 1"),
+        ("X=b\ncase $X in\n a) Y=1 ;;\n b|c) Y=2 ;;\n *) Y=3 ;;\nesac\nrun $Y", "run 2"),
+        ("for i in 1 2 3; do A+=\"$i,\"; done\nrun $A", "run 1,2,3,"),
+        ("for ((i=0; i<3; i++)); do A+=($i); done\nrun ${A[@]}", "run 0 1 2"),
+        ("f() { X=$1; }\nf 7\nrun $X", "run 7"),
+        ("[ -z $OUT ] && X=1\n[ -n \"$OUT\" ] || Y=2\nrun $X $Y", "run 1 2"),
+        ("cat <<EOF\nrun no\nEOF\nrun yes", "run yes"),
+        ("F=a/b.t.gz\nrun ${F##*/} ${F%%.*} ${F%.gz} ${F/b/x}", "run b.t.gz a/b a/b.t a/x.t.gz"),
+        ("S=AbC\nrun ${S,,} ${S^^} ${S:1:1} ${#S}", "run abc ABC b 3"),
+        ('srun -N 2 bash -c "cd x; python t.py $((1+1))"', "srun -N 2 python t.py 2"),
+        ("CMD='run --a 1'\neval $CMD", "run --a 1"),
+        ("sbatch <<EOF\n#SBATCH --nodes=4\nsrun run $((2*2))\nEOF", "sbatch srun run 4"),
+        ("run $HOME $1 $(rm -rf ~)", "run|$HOME|$1|$(rm -rf ~)"),
+        ("D=$(dirname $0)\nrun $D/x $(basename a/b.sh .sh)", "run ./x b"),
+        ("run a > log 2>&1 | tee x\n", "tee x"),
+        ("export A=1 B=2\nrun $A$B", "run 12"),
+    ],
+)  # fmt: skip
+def test_words(text: str, wanted: str) -> None:
+    assert words(text) == wanted.split("|" if "|" in wanted else " ")
+
+
+def test_values_given_win() -> None:
+    assert words("SIZE=7b\nrun $SIZE ${N:-1}", SIZE="8b", N="2") == ["run", "8b", "2"]
+    with pytest.raises(UserError, match="no variable NO"):
+        read("run $SIZE", given={"NO": "1"})
+
+
+def test_a_guard_for_something_from_outside_is_passed() -> None:
+    """A script that would stop because a path is missing is read as if it were there."""
+    assert words('if [ -z "$DATA" ]; then echo "set DATA"; exit 1; fi\nrun $DATA') == [
+        "run",
+        "$DATA",
+    ]
+    with pytest.raises(UserError, match=r"line 1: the script exits with 1.*--set A=\.\.\."):
+        read("A=; if [ -z $A ]; then exit 1; fi")
+
+
+def test_headers_and_sourced_files(tmp_path: Path) -> None:
+    (tmp_path / "sizes.sh").write_text("LAYERS=3\n")
+    path = tmp_path / "train.sh"
+    path.write_text(
+        "#SBATCH --nodes=4\nsource ./sizes.sh\n. /etc/profile\nsource no.sh\nrun $LAYERS"
+    )
+    script = read(path.read_text(), str(path))
+    assert script.headers == ["--nodes=4"]
+    assert script.commands[-1].words == ("run", "3")
+    assert script.missing == ["/etc/profile", "no.sh"]
+
+
+DOUBLED = "A=aaaaaaaa\n" + "A=$A$A\n" * 60
+HOSTILE = {
+    "expansion": DOUBLED + "run $A",
+    "array": "A=(a b)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 60,
+    "recursion": "f() { f; }\nf",
+    "evaluation": "X='eval $X'\neval $X",
+    "loop": "for ((i=0; i>=0; i++)); do run; done",
+    "while": "while [ 1 -eq 1 ]; do X=$X.; done",
+    "nested quotes": "run " + '"$(echo ' * 2000 + "x",
+    "nested braces": "run " + "${A:-" * 5000 + "}" * 5000,
+    "parentheses": "(" * 5000,
+    "arithmetic": "run $((" + "9**" * 60 + "9))\nrun $((" + "(" * 400 + "))",
+    "open quote": "run 'a",
+    "open if": "if true; then run",
+    "stray": "run )",
+    "nul": "run \0A\0",
+    "glob": "X=" + "a" * 4000 + "\nrun ${X##" + "*a" * 90 + "b}",
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_scripts_end_quickly(kind: str) -> None:
+    """One line of error, or words; never a loop, a lot of memory, or a command that is run."""
+    started, message = time.process_time(), "train.sh"
+    try:
+        read(HOSTILE[kind], "train.sh")
+    except UserError as error:
+        message = str(error)
+    assert message.startswith("train.sh")
+    assert "\n" not in message
+    assert time.process_time() - started < 5
