@@ -9,7 +9,7 @@ from typing import Any
 from stagewright.api.result import check_names, path_text
 from stagewright.errors import UserError
 from stagewright.launch import files as launch
-from stagewright.launch.reading import Reading
+from stagewright.launch.reading import LaunchFile
 from stagewright.run.experiment import Experiment
 from stagewright.run.sections.other_names import setting_of
 from stagewright.run.settings import Run
@@ -39,7 +39,7 @@ def load_experiment(
 
 def read_launch(
     path: str | Path, variables: Mapping[str, str] | None = None, *, ignore_unknown: bool = False
-) -> Reading:
+) -> LaunchFile:
     """What a launch script, recipe or server command of another tool says; nothing is run.
 
     `variables` are values of variables from outside, and of flags that it lacks, by name. The

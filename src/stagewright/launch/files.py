@@ -18,8 +18,8 @@ from urllib.parse import parse_qsl, quote
 from stagewright.errors import UserError, either
 from stagewright.files import from_json, from_yaml, open_regular, read_text
 from stagewright.launch import megatron, shell
-from stagewright.launch.reading import Reading, Source, Tool
-from stagewright.launch.shell import Command, shown
+from stagewright.launch.reading import LaunchFile, LaunchSource, Tool
+from stagewright.launch.shell import ShellCommand, shown
 from stagewright.model.config import ModelConfig
 
 TOOLS: tuple[Tool, ...] = (megatron.SLIME, megatron.MEGATRON)
@@ -69,7 +69,7 @@ def _is_launch_file(path: str, _: int) -> bool:
     marks = (mark for tool in TOOLS for mark in tool.marks)
     if len(text) > shell.MOST_BYTES or not any(mark in text for mark in marks):
         return False
-    return _claimed(Source(path, text, None, _data(path, text))) is not None
+    return _claimed(LaunchSource(path, text, None, _data(path, text))) is not None
 
 
 def _is_script(text: str) -> bool:
@@ -100,7 +100,7 @@ def _data(path: str, text: str) -> dict[str, Any] | None:
     return cast("dict[str, Any]", value) if isinstance(value, dict) else None
 
 
-def _claimed(source: Source) -> tuple[Tool, Command] | None:
+def _claimed(source: LaunchSource) -> tuple[Tool, ShellCommand] | None:
     """The first tool whose file it is."""
     pairs = ((tool, tool.claim(source)) for tool in TOOLS)
     return next(((tool, command) for tool, command in pairs if command is not None), None)
@@ -134,7 +134,7 @@ def model_of(name: str) -> ModelConfig:
     return reading.model
 
 
-def read(name: str | os.PathLike[str]) -> Reading:
+def read(name: str | os.PathLike[str]) -> LaunchFile:
     """What a launch file says; `find` has found it."""
     full = os.fspath(name)
     path, _, query = full.partition("?")
@@ -144,7 +144,7 @@ def read(name: str | os.PathLike[str]) -> Reading:
 
 
 @lru_cache(maxsize=16)
-def _read(path: str, given: tuple[tuple[str, str], ...], ignores: bool, _: int) -> Reading:
+def _read(path: str, given: tuple[tuple[str, str], ...], ignores: bool, _: int) -> LaunchFile:
     text = read_text(path, "a launch script", shell.MOST_BYTES)
     more = [part for k, v in given if "-" in k for part in ("--" + k.lstrip("-"), v) if part]
     script = data = None
@@ -152,7 +152,7 @@ def _read(path: str, given: tuple[tuple[str, str], ...], ignores: bool, _: int) 
         script = shell.read(text, path, {k: v for k, v in given if "-" not in k})
     else:
         data = _data(path, text)
-    source = Source(path, text, script, data, tuple(more), ignores)
+    source = LaunchSource(path, text, script, data, tuple(more), ignores)
     if (claimed := _claimed(source)) is None:
         raise UserError(f"{path}: {_why_not(script)}")
     tool, command = claimed

@@ -18,8 +18,8 @@ from typing import Any
 
 from stagewright.errors import UserError
 from stagewright.launch import reading as reads
-from stagewright.launch.reading import Line, Reading, Source, Tool
-from stagewright.launch.shell import Command, shown, unknown_names
+from stagewright.launch.reading import LaunchFile, LaunchSource, Line, Tool
+from stagewright.launch.shell import ShellCommand, shown, unknown_names
 from stagewright.launch.tables import Flag, canonical, parse, table, value_of
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import LETTERS, StateSpace, Vision, shortest
@@ -57,7 +57,7 @@ _TOWERS: Mapping[str, Mapping[str, Any]] = {
 # ---- the tools -----------------------------------------------------------------------------------
 
 
-def _command(source: Source, flag: str) -> Command | None:
+def _command(source: LaunchSource, flag: str) -> ShellCommand | None:
     """The command with most of Megatron-LM's flags; a program that trains goes first."""
     if source.script is None:
         return None
@@ -77,7 +77,7 @@ def _command(source: Source, flag: str) -> Command | None:
     return source.script.commands[-max(counts)[2]] if counts else _loose(source, flag)
 
 
-def _loose(source: Source, flag: str) -> Command | None:
+def _loose(source: LaunchSource, flag: str) -> ShellCommand | None:
     """Flags in variables of a file that starts nothing itself: a file of arguments."""
     assert source.script is not None
     words: list[str] = []
@@ -87,10 +87,10 @@ def _loose(source: Source, flag: str) -> Command | None:
         names = [canonical(item.split("=")[0]) for item in items if item.startswith("--")]
         if len(names) >= 3 and sum(name in rows for name in names) * 2 > len(names):
             words += items
-    return None if flag or not words else Command(("arguments.py", *words), 1)
+    return None if flag or not words else ShellCommand(("arguments.py", *words), 1)
 
 
-def _program(command: Command) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
+def _program(command: ShellCommand) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
     """Words before the training program, the program, and its own words."""
     words = command.words
     for i, word in enumerate(words):
@@ -102,8 +102,8 @@ def _program(command: Command) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
     return (), "", words
 
 
-def _read_megatron(source: Source, command: Command) -> Reading:
-    reading = Reading(source.path, "Megatron-LM")
+def _read_megatron(source: LaunchSource, command: ShellCommand) -> LaunchFile:
+    reading = LaunchFile(source.path, "Megatron-LM")
     before, program, words = _program(command)
     flags = [*parse((*words, *source.more), [table("megatron")])]
     _refuse_other(reading, program)
@@ -114,8 +114,8 @@ def _read_megatron(source: Source, command: Command) -> Reading:
     return reading
 
 
-def _read_slime(source: Source, command: Command) -> Reading:
-    reading = Reading(source.path, "slime")
+def _read_slime(source: LaunchSource, command: ShellCommand) -> LaunchFile:
+    reading = LaunchFile(source.path, "slime")
     _, program, words = _program(command)
     flags = [*parse((*words, *source.more), [table("slime"), table("megatron")])]
     _refuse_other(reading, program)
@@ -134,7 +134,7 @@ MEGATRON = Tool("Megatron-LM", partial(_command, flag=""), _read_megatron)
 SLIME = Tool("slime", partial(_command, flag="actor-num-nodes"), _read_slime)
 
 
-def _refuse_other(reading: Reading, program: str) -> None:
+def _refuse_other(reading: LaunchFile, program: str) -> None:
     if _OTHER_PROGRAMS.search(program):
         raise reading.fail(f"starts {program}, which runs no training step; wanted one that trains")
 
@@ -142,7 +142,7 @@ def _refuse_other(reading: Reading, program: str) -> None:
 # ---- the machine and the batch -------------------------------------------------------------------
 
 
-def _gpus(reading: Reading, source: Source, before: Sequence[str]) -> None:
+def _gpus(reading: LaunchFile, source: LaunchSource, before: Sequence[str]) -> None:
     """Number of GPUs, as torchrun, srun or sbatch start them."""
     assert source.script is not None
     headers = [word for line in source.script.headers for word in line.split()]
@@ -162,7 +162,7 @@ def _gpus(reading: Reading, source: Source, before: Sequence[str]) -> None:
         reading.notes.append("the file does not say how many GPUs there are: dp is 1 unless given")
 
 
-def _run(reading: Reading, given: Mapping[str, Flag], names: set[str]) -> None:
+def _run(reading: LaunchFile, given: Mapping[str, Flag], names: set[str]) -> None:
     """Settings that follow from several flags, or from one that is absent."""
     settings = reading.settings
     settings["framework"] = "megatron"
@@ -218,7 +218,7 @@ def _run(reading: Reading, given: Mapping[str, Flag], names: set[str]) -> None:
     settings.setdefault("make_vocab_size_divisible_by", 128)
 
 
-def _update(reading: Reading) -> None:
+def _update(reading: LaunchFile) -> None:
     """Batch of slime's update: samples of a rollout, packed up to a number of tokens."""
     settings = reading.settings
     nodes, per_node = settings.pop("nodes", 1), settings.pop("gpus_per_node", 8)
@@ -249,7 +249,9 @@ def _update(reading: Reading) -> None:
 # ---- the model -----------------------------------------------------------------------------------
 
 
-def _model(reading: Reading, source: Source, given: Mapping[str, Flag], program: str) -> None:
+def _model(
+    reading: LaunchFile, source: LaunchSource, given: Mapping[str, Flag], program: str
+) -> None:
     """The model of the flags; without sizes, the one whose checkpoint is named."""
     assert source.script is not None
     checkpoint = "".join(given["hf-checkpoint"].values) if "hf-checkpoint" in given else ""
@@ -284,7 +286,7 @@ def _model(reading: Reading, source: Source, given: Mapping[str, Flag], program:
 _DEPTH = ("num-layers", "hybrid-layer-pattern", "hybrid-override-pattern", "decoder-num-layers")
 
 
-def _why_no_sizes(source: Source) -> str:
+def _why_no_sizes(source: LaunchSource) -> str:
     assert source.script is not None
     missing = source.script.missing
     files = f" ({', '.join(missing[:2])} is not here)" if missing else ""
@@ -319,7 +321,7 @@ def _stem(name: str) -> str:
 class _Sizes:
     """Reads a model from flags."""
 
-    def __init__(self, reading: Reading, given: Mapping[str, Flag], program: str) -> None:
+    def __init__(self, reading: LaunchFile, given: Mapping[str, Flag], program: str) -> None:
         self.reading, self.given, self.program = reading, given, PurePath(program).name
 
     def has(self, name: str) -> bool:

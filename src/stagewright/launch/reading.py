@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from stagewright.errors import UserError, either
-from stagewright.launch.shell import Command, Script, shown, unknown_names
-from stagewright.launch.tables import Flag, Row, value_of
+from stagewright.launch.shell import Script, ShellCommand, shown, unknown_names
+from stagewright.launch.tables import Flag, FlagRow, value_of
 from stagewright.model.config import ModelConfig
 from stagewright.texttable import Table
 
@@ -22,7 +22,7 @@ class Line(NamedTuple):
 
 
 @dataclass
-class Reading:
+class LaunchFile:
     """Settings and model of a file; `lines` and `ignored` say how each flag was understood."""
 
     path: str
@@ -83,7 +83,7 @@ def _shortened(line: Line) -> str:
     return text if len(text) <= 48 else f"{text[:45]}..."
 
 
-class Source(NamedTuple):
+class LaunchSource(NamedTuple):
     """A file of which some tool may know what it says."""
 
     path: str
@@ -101,14 +101,14 @@ class Tool(NamedTuple):
     """A tool whose files can be read."""
 
     name: str
-    claim: Callable[[Source], Command | None]
+    claim: Callable[[LaunchSource], ShellCommand | None]
     """The command of a source that starts this tool; for data an empty one. None: not its file."""
-    read: Callable[[Source, Command], Reading]
+    read: Callable[[LaunchSource, ShellCommand], LaunchFile]
     marks: tuple[str, ...] = ()
     """Words of which a file of data has one; empty: the tool has no such files."""
 
 
-def known(reading: Reading, flag: Flag, text: str) -> str:
+def known(reading: LaunchFile, flag: Flag, text: str) -> str:
     """Text of a value that matters; raises UserError if it comes from outside the file."""
     if not (names := unknown_names(text)):
         return text
@@ -123,7 +123,7 @@ def known(reading: Reading, flag: Flag, text: str) -> str:
     )
 
 
-def apply(reading: Reading, flags: Sequence[Flag], *, ignore_unknown: bool) -> dict[str, Flag]:
+def apply(reading: LaunchFile, flags: Sequence[Flag], *, ignore_unknown: bool) -> dict[str, Flag]:
     """Settings of all flags whose rows name one; the flags of the model, by name.
 
     A flag that comes twice has its last value. Raises UserError for flags that change the step and
@@ -163,13 +163,13 @@ def apply(reading: Reading, flags: Sequence[Flag], *, ignore_unknown: bool) -> d
     return of_model
 
 
-def _approximate(reading: Reading, flag: Flag, value: str, row: Row) -> None:
+def _approximate(reading: LaunchFile, flag: Flag, value: str, row: FlagRow) -> None:
     """Note a flag whose effect is left out, with what that does to the figures."""
     reading.ignored.append(Line(flag.name, value, row.note))
     reading.notes.append(f"{flag.name}{' ' * bool(value)}{value}: {row.note}")
 
 
-def _set(reading: Reading, flag: Flag, row: Row) -> list[Line]:
+def _set(reading: LaunchFile, flag: Flag, row: FlagRow) -> list[Line]:
     """Put a flag's settings into the reading; a value that is not known is returned."""
     setting, constant = row.setting, row.ours[len(row.setting) :]
     if constant.startswith("-"):
@@ -206,7 +206,7 @@ def _set(reading: Reading, flag: Flag, row: Row) -> list[Line]:
     return []
 
 
-def whole(reading: Reading, flag: Flag) -> int:
+def whole(reading: LaunchFile, flag: Flag) -> int:
     """Whole number of a flag."""
     text = known(reading, flag, flag.values[0] if flag.values else "")
     value = value_of(text)
@@ -215,7 +215,7 @@ def whole(reading: Reading, flag: Flag) -> int:
     return value
 
 
-def word(reading: Reading, flag: Flag, allowed: Sequence[str]) -> str:
+def word(reading: LaunchFile, flag: Flag, allowed: Sequence[str]) -> str:
     """Word of a flag, one of those that are known here."""
     text = known(reading, flag, flag.values[0] if flag.values else "")
     if text not in allowed:

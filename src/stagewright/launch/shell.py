@@ -63,7 +63,7 @@ def shown(text: str) -> str:
     return text.replace("\1", " ")
 
 
-class Command(NamedTuple):
+class ShellCommand(NamedTuple):
     """A command of a script with its words, those of `srun` and the like before it included."""
 
     words: tuple[str, ...]
@@ -74,7 +74,7 @@ class Command(NamedTuple):
 class Script:
     """What a script would start, and what its reader had to assume."""
 
-    commands: list[Command] = field(default_factory=list[Command])
+    commands: list[ShellCommand] = field(default_factory=list[ShellCommand])
     variables: dict[str, str | list[str]] = field(default_factory=dict[str, "str | list[str]"])
     headers: list[str] = field(default_factory=list[str])
     """Options of `#SBATCH` lines."""
@@ -614,7 +614,7 @@ class _Reader:
         elif body is not None and words[0] in ("sbatch", "srun", "bash", "sh"):
             self.before, text = (*before, *words), body
         if text is None:
-            self.script.commands.append(Command((*before, *words), line))
+            self.script.commands.append(ShellCommand((*before, *words), line))
             return
         try:
             self.run_text(text, line)

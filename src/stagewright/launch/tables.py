@@ -30,7 +30,7 @@ from stagewright.launch.shell import shown
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 
-class Row(NamedTuple):
+class FlagRow(NamedTuple):
     """A flag of a tool, and what it says in our terms."""
 
     flag: str
@@ -51,7 +51,7 @@ class Flag(NamedTuple):
 
     name: str
     values: tuple[str, ...]
-    row: Row | None
+    row: FlagRow | None
 
     @property
     def text(self) -> str:
@@ -69,25 +69,25 @@ def canonical(name: str) -> str:
 
 
 @cache
-def table(tool: str) -> Mapping[str, Row]:
+def table(tool: str) -> Mapping[str, FlagRow]:
     """Rows of a tool by each spelling of their flags."""
     text = files("stagewright").joinpath("data", "launch", f"{tool}.csv").read_text("utf-8")
     lines = [line for line in text.splitlines() if not line.startswith("#")]
-    rows: dict[str, Row] = {}
+    rows: dict[str, FlagRow] = {}
     for flag, values, ours, words, note in list(csv.reader(lines))[1:]:
         pairs = dict(pair.split(">", 1) for pair in words.split(";") if pair)
         first, *_ = spellings = flag.split()
-        row = Row(first, values, ours, pairs, note)
+        row = FlagRow(first, values, ours, pairs, note)
         rows |= {canonical(name): row for name in spellings}
     return rows
 
 
-def parse(words: Sequence[str], tables: Iterable[Mapping[str, Row]]) -> Iterator[Flag]:
+def parse(words: Sequence[str], tables: Iterable[Mapping[str, FlagRow]]) -> Iterator[Flag]:
     """Flags of a command line; words that belong to none are passed over.
 
     A flag that no table has takes the words up to the next one.
     """
-    rows: dict[str, Row] = {}
+    rows: dict[str, FlagRow] = {}
     for more in tables:
         rows |= {name: row for name, row in more.items() if name not in rows}
     i = 0

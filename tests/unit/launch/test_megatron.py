@@ -1,4 +1,4 @@
-"""Command lines of Megatron-LM as runs and models, against published shapes."""
+"""ShellCommand lines of Megatron-LM as runs and models, against published shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import stagewright as sw
 from stagewright.errors import UserError
 from stagewright.launch import files
 from stagewright.launch.megatron import pattern_of
-from stagewright.launch.reading import Reading
+from stagewright.launch.reading import LaunchFile
 from stagewright.model.presets import PRESETS
 
 LLAMA = """--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
@@ -81,7 +81,7 @@ SMALL = PUBLISHED["llama2-7b"].replace("--num-layers 32", "--num-layers 2")
 BATCH = "--seq-length 512 --micro-batch-size 1 --global-batch-size 16"
 
 
-def read(path: Path, **variables: str) -> Reading:
+def read(path: Path, **variables: str) -> LaunchFile:
     return files.read(files.with_variables(str(path), variables))
 
 
