@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from stagewright.api.compiled import Compiled, compile
     from stagewright.api.experiments import load_run, read_launch
     from stagewright.api.generated import generate
+    from stagewright.api.replayed import Replay, replay
     from stagewright.api.searched import Search, search
     from stagewright.api.searched_serving import ServingSearch, search_serving
     from stagewright.api.served import Serving, serve
@@ -32,6 +33,7 @@ __all__ = [
     "Bundle",
     "Compiled",
     "ModelConfig",
+    "Replay",
     "Run",
     "Search",
     "Serving",
@@ -45,6 +47,7 @@ __all__ = [
     "generate",
     "load_run",
     "read_launch",
+    "replay",
     "report",
     "resolve",
     "search",
@@ -58,6 +61,7 @@ _HOME = {
     "Bundle": "trace.formats.bundle",
     "Compiled": "api.compiled",
     "ModelConfig": "model.config",
+    "Replay": "api.replayed",
     "Run": "run.settings",
     "Search": "api.searched",
     "Serving": "api.served",
@@ -70,6 +74,7 @@ _HOME = {
     "generate": "api.generated",
     "load_run": "api.experiments",
     "read_launch": "api.experiments",
+    "replay": "api.replayed",
     "report": "api.simulated",
     "resolve": "model.catalog",
     "search": "api.searched",
