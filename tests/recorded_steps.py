@@ -96,3 +96,16 @@ class Step:
         """Write the trace; returns the path."""
         path.write_text(self.text())
         return path
+
+
+def two_ranks() -> tuple[Step, Step]:
+    """Step 6 of two ranks: a product, an all-reduce that the second rank is late for, a sum."""
+    steps = Step(0, 2), Step(1, 2)
+    for step, late in zip(steps, (0, 200), strict=True):
+        step.add("user_annotation", "ProfilerStep#6", 0, 900)
+        step.op("aten::mm", 5, 20, [[4096, 1024], [1024, 512]])
+        step.kernel("sm90_xmma_gemm_bf16", 15, 100 + late, launched=10)
+        step.collective(120 + late, 380 - late, launched=30)
+        step.kernel("vectorized_elementwise_kernel", 502, 40, launched=60, stream=20)
+        step.call("cudaDeviceSynchronize", 80, 470)
+    return steps

@@ -25,6 +25,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from stagewright.numbers import many
 from stagewright.recorded.rank import Kernel, RankTrace, RuntimeCall
@@ -41,7 +42,7 @@ HOST, LAUNCH, STREAM, EVENT = range(4)
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class StepNode:
     """A host segment, a wait, a kernel, or the start of a transfer between ranks."""
 
     rank: int
@@ -49,32 +50,39 @@ class Node:
     """Recorded start of a kernel; else the recorded end. On the clock of the first rank."""
     duration: int
     kernel: Kernel | None = None
-    after: list[tuple[Node, int, int]] = field(default_factory=list[tuple["Node", int, int]])
-    """Nodes that must end before this one starts, ns between, and why."""
+    after: list[Dependency] = field(default_factory=lambda: list[Dependency]())
     unexplained: int = 0
     """ns that a kernel started later than all that it is known to wait for."""
     not_before: int = 0
     """Earliest start; that of a kernel with no more than unknown work before it is as recorded."""
-    members: tuple[Node, ...] = ()
+    members: tuple[StepNode, ...] = ()
     """Of the meeting of a collective: its kernels, one per rank; it takes place when all have
     started. Those that ended later end as long after it as they did."""
     index: int = -1
     """Position in the order of execution."""
 
 
+class Dependency(NamedTuple):
+    """A node that must end `delay` ns before another starts, and why: one of the reasons above."""
+
+    node: StepNode
+    delay: int
+    why: int
+
+
 @dataclass(slots=True, eq=False)
-class Graph:
+class StepGraph:
     """Nodes of all ranks; those that a node waits for come before it."""
 
     traces: Sequence[RankTrace]
-    nodes: list[Node]
+    nodes: list[StepNode]
     launch_delay: dict[int, int]
     """Least delay of a launch (ns), by rank."""
     inferred: int
     """Kernels that wait for a kernel of another stream by their times alone."""
 
 
-def link(traces: Sequence[RankTrace]) -> Graph:
+def link(traces: Sequence[RankTrace]) -> StepGraph:
     """The graph of the ranks of a job."""
     links = [_Rank(trace) for trace in traces]
     nodes = [node for linked in links for node in linked.nodes]
@@ -84,14 +92,14 @@ def link(traces: Sequence[RankTrace]) -> Graph:
         last = max(members, key=lambda node: node.start)
         members = [node for node in members if node.start + node.duration >= last.start]
         if len(members) > 1:
-            nodes.append(Node(last.rank, last.start, 0, members=tuple(members)))
+            nodes.append(StepNode(last.rank, last.start, 0, members=tuple(members)))
     # At one time the host goes first, then kernels, then meetings of kernels.
     nodes.sort(key=lambda node: (node.start, 2 if node.members else int(node.kernel is not None)))
     for index, node in enumerate(nodes):
         node.index = index
     for node in nodes:
-        node.after = [entry for entry in node.after if entry[0].index < node.index]
-    return Graph(
+        node.after = [entry for entry in node.after if entry.node.index < node.index]
+    return StepGraph(
         traces,
         nodes,
         {linked.trace.rank: linked.least_delay for linked in links},
@@ -104,9 +112,9 @@ class _Rank:
 
     def __init__(self, trace: RankTrace) -> None:
         self.trace = trace
-        self.nodes: list[Node] = []
+        self.nodes: list[StepNode] = []
         self.inferred = 0
-        self._made: dict[int, Node] = {}  # the node at whose end a call is made, by id of the call
+        self._made: dict[int, StepNode] = {}  # by call: the node that ends as it is made
         self._launched: dict[int, tuple[list[int], list[Kernel]]] = {}  # by stream
         for kernel in sorted(trace.kernels, key=_launch):
             moments, kernels = self._launched.setdefault(kernel.stream, ([], []))
@@ -119,7 +127,7 @@ class _Rank:
             self._kernels_of[id(kernel.call)].append(kernel)
         self._calls_by_id = {call.correlation: call for call in trace.calls}
         self._node_of = {
-            id(kernel): self._add(Node(trace.rank, kernel.start, kernel.duration, kernel))
+            id(kernel): self._add(StepNode(trace.rank, kernel.start, kernel.duration, kernel))
             for kernel in trace.kernels
         }
         delays = [k.start - k.call.start for k in trace.kernels if k.call is not None]
@@ -133,7 +141,7 @@ class _Rank:
         self._link_host()
         self._link_kernels()
 
-    def _add(self, node: Node) -> Node:
+    def _add(self, node: StepNode) -> StepNode:
         node.start += self.trace.clock_offset
         self.nodes.append(node)
         return node
@@ -149,32 +157,33 @@ class _Rank:
             duration = call.end - call.start
             least[call.name] = min(duration, least.get(call.name, duration))
         before: dict[str, RuntimeCall] = {}  # by thread
-        returned: dict[int, tuple[Node, int]] = {}  # by call: the node that a next segment follows
+        returned: dict[int, tuple[StepNode, int]] = {}  # by call: what a segment follows
         for call in calls:
-            after: list[tuple[Node, int, int]] = []
+            after: list[Dependency] = []
             start = call.start
             previous = before.get(call.thread)
             if previous is not None:
                 node, start = returned[id(previous)]
                 if start > call.start:  # a call inside another, as of the driver in the runtime
                     node, start = self._made[id(previous)], previous.start
-                after.append((node, 0, HOST))
+                after.append(Dependency(node, 0, HOST))
             if previous is None or call.start - previous.end > IDLE:
                 other = _last_of_others(by_end, ends, call, previous)
                 if other is not None and id(other) in returned:
                     node, returned_at = returned[id(other)]
                     start = returned_at if previous is None else max(start, returned_at)
-                    after.append((node, 0, HOST))
-            segment = self._add(Node(trace.rank, call.start, call.start - start, after=after))
+                    after.append(Dependency(node, 0, HOST))
+            segment = self._add(StepNode(trace.rank, call.start, call.start - start, after=after))
             self._made[id(call)] = segment
             returned[id(call)] = segment, call.start
             awaited = self._awaited(call)
             if awaited:
                 last = max(kernel.end for kernel in awaited)
-                wait = self._add(Node(trace.rank, call.end, 0))
-                wait.after = [(segment, min(least[call.name], call.end - call.start), HOST)]
+                wait = self._add(StepNode(trace.rank, call.end, 0))
+                wait.after = [Dependency(segment, least[call.name], HOST)]
                 wait.after += [
-                    (self._node_of[id(kernel)], call.end - last, HOST) for kernel in awaited
+                    Dependency(self._node_of[id(kernel)], call.end - last, HOST)
+                    for kernel in awaited
                 ]
                 returned[id(call)] = wait, call.end
             before[call.thread] = call
@@ -230,7 +239,7 @@ class _Rank:
         waits = self._stream_waits()
         before: dict[tuple[int, int], Kernel] = {}
         gaps: list[int] = []  # of kernels that started when their stream let them
-        others: list[tuple[Node, Kernel]] = []  # and those that started later, with the one before
+        others: list[tuple[StepNode, Kernel]] = []  # with the kernel before them
         for kernel in self.trace.kernels:
             previous = before.get((kernel.device, kernel.stream))
             before[kernel.device, kernel.stream] = kernel
@@ -241,17 +250,18 @@ class _Rank:
             gap = self._link_kernel(node, kernel, previous, waits.get(id(kernel), ()))
             if previous is not None and gap is not None:
                 gaps.append(gap)
-                node.after.append((self._node_of[id(previous)], gap, STREAM))
+                node.after.append(Dependency(self._node_of[id(previous)], gap, STREAM))
             elif previous is not None:
                 others.append((node, previous))
         typical = statistics.median_low(gaps) if gaps else 0
         for node, previous in others:
             assert node.kernel is not None
             room = node.kernel.start - node.unexplained - previous.end
-            node.after.append((self._node_of[id(previous)], min(typical, room), STREAM))
+            gap = min(typical, room)
+            node.after.append(Dependency(self._node_of[id(previous)], gap, STREAM))
 
     def _link_kernel(
-        self, node: Node, kernel: Kernel, previous: Kernel | None, waits: Sequence[Kernel]
+        self, node: StepNode, kernel: Kernel, previous: Kernel | None, waits: Sequence[Kernel]
     ) -> int | None:
         """Link a kernel to its call and to events; returns its gap if its stream bound it."""
         call = kernel.call
@@ -275,9 +285,11 @@ class _Rank:
             else:
                 node.unexplained = late
                 late = 0
-        node.after += [(self._node_of[id(event)], max(late, 0), EVENT) for event in events]
+        node.after += [
+            Dependency(self._node_of[id(event)], max(late, 0), EVENT) for event in events
+        ]
         delay = self.least_delay + (late if bound_by_launch else 0)
-        node.after.append((self._made[id(call)], delay, LAUNCH))
+        node.after.append(Dependency(self._made[id(call)], delay, LAUNCH))
         return late if bound_by_stream else None
 
     def _stream_waits(self) -> dict[int, list[Kernel]]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from stagewright.errors import UserError, did_you_mean
 from stagewright.numbers import many, spans
-from stagewright.recorded.link import HOST, LAUNCH, Graph, Node, link
+from stagewright.recorded.link import HOST, LAUNCH, StepGraph, StepNode, link
 from stagewright.recorded.rank import FAMILIES, Kernel, RankTrace
 
 _MOVES = ("collective", "message", "copy", "memset")
@@ -53,7 +53,7 @@ class Times(NamedTuple):
     end: list[int]
 
 
-def execute(graph: Graph, change: Change = NO_CHANGE, *, unexplained: bool = True) -> Times:
+def execute(graph: StepGraph, change: Change = NO_CHANGE, *, unexplained: bool = True) -> Times:
     """Execute the graph; without `unexplained`, kernels start as soon as their links let them."""
     starts, ends = [0] * len(graph.nodes), [0] * len(graph.nodes)
     for index, node in enumerate(graph.nodes):
@@ -76,7 +76,7 @@ def execute(graph: Graph, change: Change = NO_CHANGE, *, unexplained: bool = Tru
     return Times(starts, ends)
 
 
-def _duration(node: Node, change: Change) -> int:
+def _duration(node: StepNode, change: Change) -> int:
     """Nanoseconds of a host segment, or of a kernel that meets no other rank."""
     kernel = node.kernel
     if kernel is None:
@@ -87,7 +87,7 @@ def _duration(node: Node, change: Change) -> int:
     return round(duration * change.factor(kernel, node.rank))
 
 
-def _meet(meeting: Node, starts: list[int], ends: list[int], change: Change) -> None:
+def _meet(meeting: StepNode, starts: list[int], ends: list[int], change: Change) -> None:
     """End the kernels of a collective, when the last of them has started."""
     met = max(starts[member.index] for member in meeting.members)
     for member in meeting.members:
@@ -96,7 +96,7 @@ def _meet(meeting: Node, starts: list[int], ends: list[int], change: Change) -> 
         ends[member.index] = met + round(after * change.factor(member.kernel, member.rank))
 
 
-def recorded(graph: Graph) -> Times:
+def recorded(graph: StepGraph) -> Times:
     """The times of kernels as they were recorded, on the clock of the first rank."""
     starts = [node.start for node in graph.nodes]
     ends = [node.start + (node.duration if node.kernel else 0) for node in graph.nodes]
@@ -112,7 +112,7 @@ class Spans:
     of_rank: Mapping[int, int]
 
     @staticmethod
-    def of(graph: Graph, times: Times) -> Spans:
+    def of(graph: StepGraph, times: Times) -> Spans:
         """The spans of all ranks together, and of each."""
         by_rank: dict[int, tuple[int, int]] = {}
         for node in graph.nodes:
@@ -128,7 +128,7 @@ class Spans:
 class Replayed:
     """A recorded step: as recorded, replayed, and with a change."""
 
-    graph: Graph
+    graph: StepGraph
     recorded: Spans
     replayed: Spans
     linked: Spans

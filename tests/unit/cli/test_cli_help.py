@@ -1,5 +1,6 @@
 """Examples in every help, which run as they stand; completion; what a mistyped word is told."""
 
+import gzip
 import os
 import shlex
 import shutil
@@ -15,6 +16,7 @@ from click.shell_completion import ShellComplete
 import stagewright as sw
 from cases import cases
 from paths import ROOT
+from recorded_steps import two_ranks
 from stagewright.cli import main as cli
 from stagewright.cli import runs
 from stagewright.cli.main import EXAMPLES
@@ -60,6 +62,10 @@ def test_examples_work(
     monkeypatch.chdir(tmp_path)
     Path("path/to").mkdir(parents=True)
     shutil.copy(CONFIG, "path/to/config.json")
+    Path("trace.json.gz").write_bytes(gzip.compress(two_ranks()[0].text().encode()))
+    Path("ranks").mkdir()
+    for rank, step in enumerate(two_ranks()):
+        step.write(Path(f"ranks/rank{rank}.json"))
     done: set[str] = set()
     for lines in EXAMPLES.values():
         for line in lines:

@@ -93,6 +93,6 @@ ENTRY = Entry(
     replay,
     (
         "stagewright replay trace.json.gz --step 6 --without host",
-        "stagewright replay traces/ --link x2 --straggler 3=1.2 --json",
+        "stagewright replay ranks --link x2 --straggler 1=1.2 --json",
     ),
 )
