@@ -46,14 +46,14 @@ class Change:
 NO_CHANGE = Change()
 
 
-class Times(NamedTuple):
+class NodeTimes(NamedTuple):
     """Start and end of every node of a graph (ns)."""
 
     start: list[int]
     end: list[int]
 
 
-def execute(graph: StepGraph, change: Change = NO_CHANGE, *, unexplained: bool = True) -> Times:
+def execute(graph: StepGraph, change: Change = NO_CHANGE, *, unexplained: bool = True) -> NodeTimes:
     """Execute the graph; without `unexplained`, kernels start as soon as their links let them."""
     starts, ends = [0] * len(graph.nodes), [0] * len(graph.nodes)
     for index, node in enumerate(graph.nodes):
@@ -73,7 +73,7 @@ def execute(graph: StepGraph, change: Change = NO_CHANGE, *, unexplained: bool =
                 start = max(start, node.not_before) + node.unexplained
         starts[index] = start
         ends[index] = start + _duration(node, change)
-    return Times(starts, ends)
+    return NodeTimes(starts, ends)
 
 
 def _duration(node: StepNode, change: Change) -> int:
@@ -96,23 +96,23 @@ def _meet(meeting: StepNode, starts: list[int], ends: list[int], change: Change)
         ends[member.index] = met + round(after * change.factor(member.kernel, member.rank))
 
 
-def recorded(graph: StepGraph) -> Times:
+def recorded(graph: StepGraph) -> NodeTimes:
     """The times of kernels as they were recorded, on the clock of the first rank."""
     starts = [node.start for node in graph.nodes]
     ends = [node.start + (node.duration if node.kernel else 0) for node in graph.nodes]
-    return Times(starts, ends)
+    return NodeTimes(starts, ends)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
     """Times of an execution, and the spans of its kernels (ns)."""
 
-    times: Times
+    times: NodeTimes
     span: int
     of_rank: Mapping[int, int]
 
     @staticmethod
-    def of(graph: StepGraph, times: Times) -> Spans:
+    def of(graph: StepGraph, times: NodeTimes) -> Spans:
         """The spans of all ranks together, and of each."""
         by_rank: dict[int, tuple[int, int]] = {}
         for node in graph.nodes:
