@@ -13,7 +13,7 @@ from paths import DATA
 
 def cases(test: Callable[..., None]) -> Any:
     """Parametrize a test with its rows; lists are read as tuples."""
-    rows = _tables(Path(test.__code__.co_filename).stem)[test.__name__]
+    rows = rows_of(Path(test.__code__.co_filename).stem, test.__name__)
     names = list(rows[0])
     assert all(list(row) == names for row in rows), f"{test.__name__}: rows differ in columns"
     values = [tuple(row[name] for name in names) for row in rows]
@@ -23,6 +23,11 @@ def cases(test: Callable[..., None]) -> Any:
 def _id(value: Any) -> str | None:
     """Text of a table or a list; of other values pytest makes its own."""
     return str(value)[:60] if isinstance(value, dict | tuple) else None
+
+
+def rows_of(file: str, table: str) -> list[dict[str, Any]]:
+    """Rows of a table of `data/cases/FILE.yaml`."""
+    return _tables(file)[table]
 
 
 @cache

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from cases import cases
 from effort import pairs, some, times
 from spmd import PLAIN, TINY, case, check, dims
 from stagewright.algebra.layout import Mesh
@@ -368,299 +369,25 @@ def collectives(graph: Graph) -> dict[str, int]:
     return dict(found)
 
 
-class Row(NamedTuple):
+@cases
+def test_textbook(
+    what: str,
+    source: str,
+    model: str,
+    block: str,
+    mesh: dict[str, int],
+    plan: dict[str, Any],
+    expect: dict[str, int],
+    options: dict[str, Any],
+) -> None:
     """What a paper, or the code of a framework, says of one block."""
-
-    what: str
-    source: str
-    model: str
-    block: str
-    setup: Setup
-    expect: dict[str, int]
-    options: dict[str, Any] = {}  # noqa: RUF012
-
-
-MEGATRON = "arXiv 1909.08053, section 3: one all-reduce per branch and direction"
-KORTHIKANTI = (
-    "arXiv 2205.05198, section 4.2.2 and figure 5; gathers again in backward, as it says there"
-)
-# Megatron-LM, core/distributed/finalize_model_grads.py: gradients of layer norms and row-parallel
-# biases are summed over tp once per step under sequence parallelism.
-ZERO_PAPER = "arXiv 1910.02054, sections 5 and 7"
-FSDP = "arXiv 2304.11277, section 3.2: FULL_SHARD gathers before forward and before backward"
-LAYER = 9  # weights of a Llama layer: q k v o, gate up down, two norms
-SP_TEXTBOOK = {
-    "forward all_gather[tp]": 2,
-    "forward reduce_scatter[tp]": 2,
-    "backward reduce_scatter[tp]": 2,
-}
-
-TEXTBOOK = [
-    Row(
-        "tensor parallelism, Llama",
-        MEGATRON,
-        "llama",
-        "layer",
-        setup({"tp": 2}),
-        {"forward all_reduce[tp]": 2, "backward all_reduce[tp]": 2},
-    ),
-    Row(
-        "tensor parallelism, GPT-2: layer norms with biases, and nothing more to reduce",
-        MEGATRON,
-        "gpt2",
-        "layer",
-        setup({"tp": 2}),
-        {"forward all_reduce[tp]": 2, "backward all_reduce[tp]": 2},
-    ),
-    Row(
-        "tensor parallelism, BERT: norms after the branches",
-        MEGATRON,
-        "bert",
-        "layer",
-        setup({"tp": 2}),
-        {"forward all_reduce[tp]": 2, "backward all_reduce[tp]": 2},
-    ),
-    Row(
-        "tensor parallelism, parallel attention and MLP: one all-reduce for both",
-        "arXiv 2204.02311 (PaLM), section 2",
-        "falcon-mqa",
-        "layer",
-        setup({"tp": 2}),
-        {
-            "forward all_reduce[tp]": 1,
-            "backward all_reduce[tp]": 1,
-            # The one key-value head is on every rank, each with the gradient from its own queries.
-            "backward/step all_reduce[tp]": 2,
-        },
-    ),
-    Row(
-        "sequence parallelism",
-        KORTHIKANTI,
-        "llama",
-        "layer",
-        setup({"tp": 2}, **SP),
-        SP_TEXTBOOK | {"backward all_gather[tp]": 4, "backward/step all_reduce[tp]": 2},
-    ),
-    Row(
-        "sequence parallelism, GPT-2: 4 weights of norms and 2 biases to reduce once",
-        KORTHIKANTI,
-        "gpt2",
-        "layer",
-        setup({"tp": 2}, **SP),
-        SP_TEXTBOOK | {"backward all_gather[tp]": 4, "backward/step all_reduce[tp]": 6},
-    ),
-    Row(
-        "sequence parallelism that keeps what it gathered",
-        "torch DTensor keeps what it gathered: 4 gathers and 4 reduce-scatters per layer",
-        "llama",
-        "layer",
-        setup({"tp": 2}, **SP),
-        SP_TEXTBOOK | {"backward all_gather[tp]": 2, "backward/step all_reduce[tp]": 2},
-        {"keep_gathered": True},
-    ),
-    Row(
-        "data parallelism: one reduction per weight, once per step",
-        "arXiv 2006.15704 (torch DDP), section 3.2",
-        "llama",
-        "layer",
-        setup({"dp": 2}),
-        {"backward/step all_reduce[dp]": LAYER},
-    ),
-    Row(
-        "data parallelism without no_sync: after every microbatch",
-        "arXiv 2006.15704 (torch DDP), section 3.2.4",
-        "llama",
-        "layer",
-        setup({"dp": 2}, **EACH),
-        {"backward all_reduce[dp]": LAYER},
-    ),
-    Row(
-        "ZeRO-1: gradients to the owners of the states, new parameters from them",
-        ZERO_PAPER,
-        "llama",
-        "layer",
-        setup({"dp": 2}, zero=1, **ZERO),
-        {"backward/step reduce_scatter[dp]": LAYER, "optimizer/step all_gather[dp]": LAYER},
-    ),
-    Row(
-        "ZeRO-2: gradients are reduced as they come",
-        ZERO_PAPER,
-        "llama",
-        "layer",
-        setup({"dp": 2}, zero=2, **ZERO, **EACH),
-        {"backward reduce_scatter[dp]": LAYER, "optimizer/step all_gather[dp]": LAYER},
-    ),
-    Row(
-        "ZeRO-3: parameters are gathered in forward, and again in backward",
-        FSDP,
-        "llama",
-        "layer",
-        setup({"dp": 2}, zero=3, **ZERO, **EACH),
-        {
-            "forward all_gather[dp]": LAYER,
-            "backward all_gather[dp]": LAYER,
-            "backward reduce_scatter[dp]": LAYER,
-        },
-    ),
-    Row(
-        "ZeRO-3 that keeps gathered parameters for the step",
-        "torch fully_shard, reshard_after_forward=False",
-        "llama",
-        "layer",
-        setup({"dp": 2}, zero=3, **ZERO, **EACH),
-        {"forward/step all_gather[dp]": LAYER, "backward reduce_scatter[dp]": LAYER},
-        {"recipe": Recipe(gather_once=True)},
-    ),
-    Row(
-        "hybrid sharding: scatter among the shards, all-reduce among the replicas",
-        "arXiv 2304.11277, section 3.2.2",
-        "llama",
-        "layer",
-        SETUPS["hybrid 3"],
-        {
-            "forward all_gather[dp_shard]": LAYER,
-            "backward all_gather[dp_shard]": LAYER,
-            "backward reduce_scatter[dp_shard]": LAYER,
-            "backward all_reduce[dp_replicate]": LAYER,
-        },
-    ),
-    Row(
-        "context parallelism as a ring: no collective; sends and receives are inside attention",
-        "arXiv 2310.01889",
-        "llama",
-        "layer",
-        setup({"cp": 2}),
-        {"backward/step all_reduce[cp]": LAYER},
-    ),
-    Row(
-        "context parallelism by all-gather: K and V gathered, dK and dV reduce-scattered",
-        "arXiv 2407.21783 (Llama 3), section 3.3.2",
-        "llama",
-        "layer",
-        setup({"cp": 2}, cp_comm_type="all_gather"),
-        {
-            "forward all_gather[cp]": 2,
-            "backward reduce_scatter[cp]": 2,
-            "backward/step all_reduce[cp]": LAYER,
-        },
-    ),
-    Row(
-        "context parallelism by all-gather, K and V gathered again in backward",
-        "TransformerEngine, AttnFuncWithCPAndKVAllGather.backward",
-        "llama",
-        "layer",
-        setup({"cp": 2}, cp_comm_type="all_gather"),
-        {
-            "forward all_gather[cp]": 2,
-            "backward all_gather[cp]": 2,
-            "backward reduce_scatter[cp]": 2,
-            "backward/step all_reduce[cp]": LAYER,
-        },
-        {"again": lambda n: "backward" if n.role is Role.KEYS else None},
-    ),
-    Row(
-        "Ulysses: all-to-all of q, k, v and o, and of their gradients",
-        "arXiv 2309.14509, section 3",
-        "llama",
-        "layer",
-        setup({"cp": 2}, cp_comm_type="a2a"),
-        {
-            "forward all_to_all[cp]": 4,
-            "backward all_to_all[cp]": 4,
-            "backward/step all_reduce[cp]": LAYER,
-        },
-    ),
-    Row(
-        "expert parallelism: tokens to their experts and back, and their gradients; their gates",
-        "arXiv 2006.16668 (GShard), section 3.2, and Megatron-Core 0.13's dispatcher; attention "
-        "and router have copies of their weights",
-        "mixtral",
-        "layer",
-        setup({"dp": 2}, **EXPERTS),
-        {
-            "forward all_to_all[dp]": 3,
-            "backward all_to_all[dp]": 3,
-            "backward/step all_reduce[dp]": 7,
-        },
-    ),
-    Row(
-        "tensor parallelism inside experts: rows are gathered before and scattered after",
-        "Megatron-LM, MoEAlltoAllTokenDispatcher; besides attention's part of 2205.05198",
-        "mixtral",
-        "layer",
-        setup({"tp": 2, "dp": 2}, **EXPERTS, expert_tensor=("tp",), **SP),
-        {
-            "forward all_to_all[dp]": 3,
-            "forward all_gather[tp]": 3,
-            "forward reduce_scatter[tp]": 2,
-            "backward all_to_all[dp]": 3,
-            "backward all_gather[tp]": 3,  # what was dispatched is kept, not gathered again
-            "backward reduce_scatter[tp]": 3,
-            "backward/step all_reduce[dp]": 7,
-            "backward/step all_reduce[tp]": 3,  # two norms and the router
-        },
-    ),
-    Row(
-        "vocabulary-parallel embedding: words are on one rank each",
-        "arXiv 1909.08053, section 3: g after the input embedding",
-        "llama",
-        "embedding",
-        setup({"tp": 2}),
-        {"forward all_reduce[tp]": 1},
-    ),
-    Row(
-        "vocabulary-parallel embedding with sequence parallelism",
-        "Megatron-LM, VocabParallelEmbedding with reduce_scatter_embeddings",
-        "llama",
-        "embedding",
-        setup({"tp": 2}, **SP),
-        {"forward reduce_scatter[tp]": 1, "backward all_gather[tp]": 1},
-    ),
-    Row(
-        "vocabulary-parallel embedding and learned positions: all-reduce, add, scatter (a slice)",
-        "Megatron-LM, LanguageModelEmbedding: scatter_to_sequence_parallel_region",
-        "gpt2",
-        "embedding",
-        setup({"tp": 2}, embedding_all_reduce=True, **SP),
-        {"forward all_reduce[tp]": 1, "backward all_gather[tp]": 1},
-    ),
-    Row(
-        "vocabulary-parallel loss: maximum, sum and the label's logit; one all-reduce of dx",
-        "arXiv 1909.08053, section 3; Megatron-LM, vocab_parallel_cross_entropy",
-        "llama",
-        "head",
-        setup({"tp": 2}),
-        {"forward all_reduce[tp]": 3, "backward all_reduce[tp]": 1},
-    ),
-    Row(
-        "the same with a layer norm that has a bias",
-        "arXiv 1909.08053, section 3; Megatron-LM, vocab_parallel_cross_entropy",
-        "gpt2",
-        "head",
-        setup({"tp": 2}),
-        {"forward all_reduce[tp]": 3, "backward all_reduce[tp]": 1},
-    ),
-    Row(
-        "vocabulary-parallel loss with sequence parallelism",
-        KORTHIKANTI,
-        "llama",
-        "head",
-        setup({"tp": 2}, **SP),
-        {
-            "forward all_gather[tp]": 1,
-            "forward all_reduce[tp]": 3,
-            "backward all_gather[tp]": 1,
-            "backward reduce_scatter[tp]": 1,
-            "backward/step all_reduce[tp]": 1,
-        },
-    ),
-]
-
-
-@pytest.mark.parametrize("row", TEXTBOOK, ids=lambda row: row.what)
-def test_textbook(row: Row) -> None:
-    graph = sharded(row.model, row.block, row.setup, **row.options)
-    assert collectives(graph) == row.expect, row.source
+    if "recipe" in options:
+        options = options | {"recipe": Recipe(**options["recipe"])}
+    if "again" in options:
+        role = Role[options["again"]]
+        options = options | {"again": lambda n: "backward" if n.role is role else None}
+    graph = sharded(model, block, setup(mesh, **plan), **options)
+    assert collectives(graph) == expect, f"{what}: {source}"
 
 
 def test_what_the_loss_reduces() -> None:

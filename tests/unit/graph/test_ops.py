@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from cases import cases
+from cases import cases, rows_of
 from effort import some, times
 from spmd import RandomLayouts, Spmd, check, random_values, single
 from stagewright.algebra.index import parse
@@ -23,7 +23,6 @@ from stagewright.graph.gradient import backward
 from stagewright.graph.make import add, apply, cast, einsum, elementwise, leaf, letters
 from stagewright.graph.node import Graph, Node, replace, toposort
 from stagewright.graph.reference.attention import FAR
-from stagewright.graph.reference.dense import SLOPES_OF_RESULTS
 from stagewright.graph.shard import shard
 from stagewright.graph.table import LEAVES, MOVES, OPS
 from stagewright.graph.verify import verify
@@ -55,257 +54,18 @@ class Example(NamedTuple):
 GQA = "bq(gr)D,bkgD,bkgD->bq(gr)D"
 MHA = "bqaD,bkaD,bkaD->bqaD"
 MLA = "bqaD,bkaD,bkaV->bqaV"
-BIASED = "bqaD,bkaD,bkaD,aqJ->bqaD"  # a bias of all keys, which may go round
 LATENTS = "bqaD,bkD->bqaV"  # keys, and their beginning values
 BOTH = {"products": (1, 1), "width": 6}  # with keys, and with values
-ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2", "tanh")
-COMPRESSED = BOTH | {"causal": True, "window": 3, "compressed": True, "compress": 4}
-SINKS = BOTH | {"sinks": True, "softcap": 1.5}
 # Dims of one or two indices. Groups of a vocabulary are as many as all ranks can share.
 NAMES = {("g", "r"): "A"}
 NAMES_OF_GROUPS = {("g", "v"): "W", ("g",): "J"}
-TOPK, GATES = {"top_k": 3}, ("softmax", "sigmoid")
-TOKENS, LABELS = ("tokens", ""), ("", "labels")
-SLOTS = ("", "", "", "token_slots", "block_table")
-SERVED = BOTH | {"pairs": 7, "keys": 5, "requests": 2}
 LATENTS_CHOSEN, MHA_CHOSEN = "bqaD,bKD,bqT->bqaV", "bqaD,bKaD,bKaD,bqT->bqaD"
 CHOSEN = BOTH | {"chosen": True, "causal": True, "top": 3}
 TARGET = {"causal": True, "top": 3, "width": 6, "products": (1, 0)}
 SCORES = TARGET | {"weighed": True}
 INDEX = {name: value for name, value in SCORES.items() if name != "top"}
-GQA_BLOCKS = GQA.replace("k", "K").replace("->", ",bqgT->")
-BLOCKS, ALONE = {"top_block": 2}, {"weighed": False}
-OWN_BLOCK = INDEX | BLOCKS | {"local": True}
-WINDOW = {"stride": 1, "padding": 0, "dilation": 1, "transposed": False}
-QKV, DELTA = "bSgn,bSgn,bSghp", "bSgN,bSgN,bSghp"
-LINEAR = {"kernel": "linear", "chunk": 4, "scale": 0.5}
 
-EXAMPLES = [
-    *(Example("einsum", s) for s in ("bsm,mf->bsf", "bsm,mad->bsad", "bsad,adm->bsm", "bm,mx->bx")),
-    *(Example("einsum", s) for s in ("bq(gr)d,bkgd->b(gr)qk", "b(gr)qk,bkgd->bq(gr)d")),
-    *(Example("einsum", s) for s in ("bqad,bkad->baqk", "baqk,bkad->bqad")),
-    Example("einsum", "erm,emx->erx"),
-    Example("attention", GQA, BOTH | {"causal": True}),
-    Example("attention", GQA, BOTH | {"causal": False, "softcap": 1.5}),
-    Example("attention", MHA, BOTH | {"causal": True, "window": 5}),
-    Example("attention", MHA, BOTH | {"causal": True, "window": 3, "softcap": 2.0}),
-    Example("attention", MLA, BOTH | {"causal": True}),
-    *(
-        Example(
-            "cached_attention",
-            "bq(gr)D,bKgD,bKgD,bq,bI->bq(gr)D",
-            SERVED | more,
-            (0, 1, 2, 3, 4),
-            SLOTS,
-        )
-        for more in ({}, {"window": 2, "softcap": 1.5})
-    ),
-    Example("cached_attention", "bqaD,bKaD,bKaD,bq,bI->bqaD", SERVED, (0, 1, 2, 3, 4), SLOTS),
-    Example(
-        "cached_attention",
-        "bqaD,bKD,bq,bI->bqaV",
-        SERVED | {"latent": True},
-        (0, 1, 2, 3),
-        ("", "", "token_slots", "block_table"),
-        "BQAZ",
-    ),
-    Example(
-        "cached_attention",
-        "bqaD,bKaD,bKaV,bq,bI,bK->bqaV",
-        SERVED,
-        (0, 1, 2, 3, 4, 5),
-        (*SLOTS, "token_slots"),
-    ),
-    *(
-        Example(
-            "striped_attention",
-            f"{spec},bq,bI->nbqa{wide}",
-            SERVED | {"stripes": 4, "block": 3} | more,
-            tuple(range(len(spec.split(",")) + 2)),
-            (*SLOTS[: len(spec.split(","))], *SLOTS[3:]),
-            f"NBQA{value if wide else ''}",
-        )
-        for spec, value, of in (
-            ("bqaD,bnKaD,bnKaV", "V", {"softcap": 1.5}),
-            ("bqaD,bnKD", "Z", {"latent": True}),
-        )
-        for wide, more in (("V", of), ("", of | {"sums": True}))
-    ),
-    *(
-        Example(
-            op,
-            "bqaD,bKaD,bKaD,bq,bI,bK,za->bqaD",
-            SERVED | {"bias": True, "causal": causal},
-            (0, 1, 2, 3, 4, 5, 6),
-            (*SLOTS, "token_slots", ""),
-        )
-        for op, causal in (("cached_attention", True), ("varlen_attention", False))
-    ),
-    Example("attention", LATENTS_CHOSEN, CHOSEN, (2,), ("", "", "chosen"), "BQAZ"),
-    Example("attention", MHA_CHOSEN, CHOSEN | {"softcap": 1.5}, (3,), ("", "", "", "chosen")),
-    Example(
-        "cached_attention",
-        "bqaD,bKD,bq,bI,bqT->bqaV",
-        SERVED | {"latent": True, "chosen": True, "top": 3},
-        (0, 1, 2, 3, 4),
-        ("", "", "token_slots", "block_table", "chosen"),
-        "BQAZ",
-    ),
-    *(
-        Example("stream_weights", "bsR,F,R->bsN", {"of": of, "iterations": 1}, out="BSN")
-        for of in ("read", "add")
-    ),
-    Example("stream_weights", "bsR,F,R->bsNL", {"of": "mix", "iterations": 3}, out="BSNL"),
-    Example("compress", "bSM,bSM,NM->bTE", out="BTE"),
-    Example("compress", "bSD,bSD,ND->bTD", out="BTD"),
-    Example("attention", "bqaD,bKD,bJD,a->bqaD", COMPRESSED | {"sinks": True}),
-    Example("index_topk", "bqAD,bKD,bqA->bqT", INDEX, (0, 1, 2), out="BQT"),
-    Example(
-        "index_topk",
-        "bqAD,bKD,bqA,bq,bI->bqT",
-        INDEX | {"pairs": 7, "keys": 5, "requests": 2},
-        (0, 1, 2, 3, 4),
-        ("", "", "", "token_slots", "block_table"),
-        "BQT",
-    ),
-    Example("index_scores", "bqAD,bKD,bqA,bqT->bqT", SCORES, (3,), ("", "", "", "chosen")),
-    Example("attention", GQA_BLOCKS, CHOSEN | BLOCKS, (3,), ("", "", "", "chosen")),
-    Example(
-        "cached_attention",
-        "bq(gr)D,bKgD,bKgD,bq,bI,bqgT->bq(gr)D",
-        SERVED | {"chosen": True, "top": 3, "top_block": 2},
-        (0, 1, 2, 3, 4, 5),
-        ("", "", "", "token_slots", "block_table", "chosen"),
-    ),
-    Example("index_topk", "bqgD,bKD->bqgT", OWN_BLOCK | ALONE, (0, 1), out="BQGT"),
-    Example(
-        "index_topk",
-        "bqgD,bKD,bq,bI->bqgT",
-        OWN_BLOCK | ALONE | {"pairs": 7, "keys": 5, "requests": 2},
-        (0, 1, 2, 3),
-        ("", "", "token_slots", "block_table"),
-        "BQGT",
-    ),
-    Example(
-        "index_scores", "bqgD,bKD,bqgT->bqgT", SCORES | ALONE | BLOCKS, (2,), ("", "", "chosen")
-    ),
-    Example(
-        "index_target", "bq(gr)D,bKgD,bqgT->bqgT", TARGET | BLOCKS, (0, 1, 2), ("", "", "chosen")
-    ),
-    Example("index_target", "bqaD,bKD,bqT->bqT", TARGET, (0, 1, 2), ("", "", "chosen")),
-    Example("merge_stripes", "nbqav,Mbqa->bqav", {}, (0, 1)),
-    Example("merge_stripes", "nbqav,Mbqa,a->bqav", {}, (0, 1, 2)),
-    Example("cache", "bnkgd,bSgd,bS->bnkgd", {}, (0, 1, 2), ("", "", "token_slots")),
-    Example("take", "bnLm,bnO->b(nO)m", {}, (0, 1), ("", "cached_rows")),
-    Example("cache", "bkgd,bSgd,bS->bkgd", {}, (0, 1, 2), ("", "", "token_slots")),
-    Example("take", "bSm,bo->bom", {}, (0, 1), ("", "logit_rows")),
-    Example("rope", "bsaD,bs->bsaD", {"inverse": False}, (1,), ("", "token_positions")),
-    Example("attention", LATENTS, BOTH | {"causal": True, "window": 5}, out="BQAZ"),
-    Example("attention", MHA, BOTH | {"causal": True, "chunk": 5}),
-    Example("attention", GQA.replace("->", ",(gr)->"), SINKS | {"causal": True}),
-    Example("attention", MHA.replace("->", ",a->"), SINKS | {"causal": True, "window": 5}),
-    Example(
-        "cached_attention",
-        "bqaD,bKaD,bKaD,bq,bI,a->bqaD",
-        SERVED | {"sinks": True},
-        (0, 1, 2, 3, 4, 5),
-        (*SLOTS, ""),
-    ),
-    Example("softmax", "baqK,a->baqK", {"causal": True, "width": 6}),
-    Example("attention", BIASED, BOTH | {"bias": True, "causal": False}),
-    *(Example("relative_bias", "Na->aqJ", {"causal": c}, out="AQJ") for c in (True, False)),
-    Example("mean", "bs->"),
-    Example("identity", "bsm->bsm"),
-    Example("add", "bsm,bsm->bsm"),
-    Example("add", "bsm,bsm,bsm->bsm"),
-    Example("cast", "bsm->bsm"),
-    Example("scale", "bsm->bsm", {"by": -2.5}),
-    *(Example("bias", s) for s in ("bsm,m->bsm", "bsm,sm->bsm", "bsad,ad->bsad")),
-    *(Example("act", "bsf->bsf", {"fn": fn}) for fn in ACTIVATIONS),
-    Example("act", "bsf->bsf", {"fn": "softcap", "cap": 1.5}),
-    *(
-        Example("act", "bsf->bsf", {"fn": fn, "of_result": True}, positive=(0,))
-        for fn in SLOPES_OF_RESULTS
-    ),
-    *(Example("glu", "bsf,bsf->bsf", {"fn": fn}) for fn in ACTIVATIONS),
-    Example("glu", "bsf,bsf->bsf", {"fn": "quick_gelu", "clamp": 0.7, "offset": 1.0}),
-    Example("random_mask", "bsm->bsm", {"rate": 0.3}, fixed=(0,)),
-    Example("dropout", "bsm,bsm->bsm", {"rate": 0.3}, fixed=(1,)),
-    Example("norm", "bsM->bsM", {"fn": "layernorm"}),
-    Example("pad", "bsN->bsD", {"first": True, "dim": -1}, out="BSD"),
-    *(Example("rope", "bsaD->bsaD", {"inverse": i}) for i in (False, True)),
-    Example("norm", "bsM,M->bsM", {"fn": "rmsnorm"}),
-    Example("norm", "bsM,M->bsM", {"fn": "layernorm"}),
-    Example("norm", "bsM,M,M->bsM", {"fn": "layernorm"}),
-    Example("norm", "bsaD,D->bsaD", {"fn": "rmsnorm"}),
-    Example("softmax", "baqK->baqK", {"causal": False, "width": 6}),
-    Example("softmax", "baqK->baqK", {"causal": True, "window": 4, "width": 6}),
-    *(Example("act", "bsi->bsi", {"fn": fn}) for fn in ("sigmoid", "softplus", "neg_exp")),
-    *(Example("times", s) for s in ("bsi,i->bsi", "bsgh,gh->bsgh", "bsghn,gh->bsghn")),
-    *(Example("conv1d", f"bSi,iT{b}->bSi", {"fn": fn}) for b in ("", ",i") for fn in ("", "silu")),
-    Example("conv1d", "bSgn,gnT,gn->bSgn", {"fn": "silu"}),
-    Example("conv1d", "bSghp,ghpT->bSghp", {"fn": ""}),
-    Example("scan", "bSi,bSi,in,bSn,bSn->bSi", positive=(1,)),
-    Example("linear_attention", f"{QKV}->bSghp", LINEAR),
-    Example("linear_attention", f"{QKV},bSgh,bSgh->bSghp", LINEAR | {"kernel": "ssd"}),
-    Example("linear_attention", f"{QKV},bSgh,bSghn->bSghp", LINEAR, negative=(4,)),
-    Example(
-        "delta_rule", f"{DELTA},bSgh,bSgh,bSghL->bSghp", LINEAR | {"kernel": "delta"}, fixed=(5,)
-    ),
-    Example("delta_rule", f"{DELTA},bSgh,bSghN->bSghp", LINEAR | {"kernel": "kimi"}, negative=(4,)),
-    *(Example("mean_square", s) for s in ("bsghp->bsg", "bsghp->bs")),
-    Example("rms_scale", "bsghp,bsg,ghp->bsghp", positive=(1,)),
-    Example("rms_scale", "bsghp,bs->bsghp", positive=(1,)),
-    *(
-        Example("topk", "bsE->bsE", TOPK | {"fn": f, "norm": n})
-        for f in GATES
-        for n in (True, False)
-    ),
-    Example("topk", "bsE,E->bsE", TOPK | {"fn": "sigmoid", "norm": True}, fixed=(1,)),
-    *(Example("scores", "bsE->bsE", {"fn": f}) for f in GATES),
-    Example("routes", "bse->bse", fixed=(0,)),
-    Example("dispatch", "bsm,bse->erm", TOPK | {"weighted": False}, fixed=(1,), out="ERM"),
-    Example("combine", "erm,bse->bsm", TOPK | {"weighted": True}),
-    Example("combine", "erm,bse->bsm", TOPK | {"weighted": False}, fixed=(1,)),
-    Example("row_gates", "bse->er", TOPK, out="ER"),
-    Example("own_experts", "bsE->bsf", out="BSE"),
-    *(Example("weigh", s) for s in ("erm,er->erm", "bsm,bs->bsm")),
-    Example("join", "bsaN,bsZ->bsaD", {"dim": -1}, out="BSAD"),
-    Example("join", "bZm,bNm->bDm", {"dim": 1}, out="BDM"),
-    Example("join", "Zm,bNm->bDm", {"dim": 1}, out="BDM"),
-    Example("part", "bsaD->bsaN", {"first": True, "dim": -1}, out="BSAN"),
-    Example("part", "bsaD->bsaN", {"first": False, "dim": -1}, out="BSAN"),
-    Example("part", "bDm->bNm", {"first": False, "dim": 1}, out="BNM"),
-    Example("embedding", "bg,gvm->bgm", fixed=(0,), integers=TOKENS),
-    *(Example("pscan", s, {"dim": 1}) for s in ("bSm,bSm->bSm", "bSfp,bSfp->bSfp")),
-    Example("first_token", "bsm->bm"),
-    Example("shift", "bsm->bsm", {"by": 0.5}),
-    Example("conv", "bmH,fmT->bfP", WINDOW | {"padding": 1, "stride": 1}, out="BFP"),
-    Example("conv", "bmH,fmT->bfN", WINDOW | {"padding": 1, "stride": 3}, out="BFN"),
-    Example(
-        "conv", "bmN,fmT->bfO", WINDOW | {"transposed": True, "stride": 2, "padding": 1}, out="BFO"
-    ),
-    Example("conv", "bmHL,fmTI->bfPN", WINDOW | {"padding": 1}, out="BFPN"),
-    Example("conv", "bgdH,gndT->bgnP", WINDOW | {"padding": 1, "dilation": 1}, out="BGNP"),
-    Example("opaque", "bsm,mf->bsF", {"fn": "unknown"}),
-    Example("opaque", "bSm->bP", {"fn": "unknown"}, out="BP"),
-    Example("embedding", "bs,vm->bsm", fixed=(0,), integers=TOKENS),
-    Example("embedding", "s,vm->sm", fixed=(0,), integers=("positions", "")),
-    Example("max", "bsv->bs", fixed=(0,)),
-    Example("max", "bs(gv)->bsg", fixed=(0,), out="BSJ"),
-    Example("exp_sum", "bsv,bs->bs", fixed=(1,)),
-    Example("exp_sum", "bs(gv),bsg->bsg", fixed=(1,)),
-    Example("log_sum_exp", "bs,bs->bs", fixed=(0,), positive=(1,)),
-    Example("softmax_of_group", "bs(gv),bsg->bs(gv)", fixed=(0, 1)),
-    Example("pick", "bsv,bs->bs", fixed=(1,), integers=LABELS),
-    Example("pick", "bs(gv),bs->bsg", fixed=(1,), integers=LABELS, out="BSJ"),
-    Example("embedding", "bs,(gv)m->bsgm", fixed=(0,), integers=TOKENS, out="BSJM"),
-    Example("sum", "bsg->bs"),
-    Example("log_softmax", "bsV->bsV"),
-    Example("log_probs", "bsv,bs,bs->bsv", positive=(2,)),
-    Example("repeat", "bsgd->bs(gr)d", out="BSAD"),
-    Example("nll", "bs,bs,bs->bs", fixed=(0,), positive=(1,)),  # a sum of exponentials
-]
+EXAMPLES = [Example(**row) for row in rows_of("test_ops", "examples")]
 
 
 class Built(NamedTuple):
