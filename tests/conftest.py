@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from effort import times
+from helpers import times
 
 HERE = Path(__file__).parent
 
@@ -23,7 +23,8 @@ FOLDERS = {HERE / tier: tier for tier in TIERS} | {HERE / "conformance": "numeri
 # Tests keep graphs and programs in caches: many objects, of which hardly any is part of a cycle.
 gc.set_threshold(10_000, 10, 10)
 
-settings.register_profile("effort", settings.default, max_examples=times(100))
+# Machines that run tests are busy: no deadline for one draw.
+settings.register_profile("effort", settings.default, max_examples=times(100), deadline=None)
 settings.load_profile("effort")
 
 # A shell's background jobs are started deaf to Ctrl-C, and so would be what tests interrupt.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import warm
-from paths import ROOT
+from helpers import ROOT
 
 MADE = ROOT / "docs/reference"  # by Sphinx, out of the code, and by benchmarks/accuracy.py
 WRITTEN = [page for page in (ROOT / "docs").rglob("*.md") if MADE not in page.parents]

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 import stagewright
+from helpers import ROOT
 from lowest import lowest
-from paths import ROOT
 
 
 def test_one_version():

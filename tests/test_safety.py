@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import stagewright
-from cases import cases
+from helpers import cases
 from stagewright.check.verify import verify
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile

@@ -20,7 +20,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from paths import ROOT
+from helpers import ROOT
 
 ENVIRONMENT = {"PYTHONPATH": str(ROOT / "src"), "PYTHONUTF8": "1", "LC_ALL": "C.UTF-8"}
 

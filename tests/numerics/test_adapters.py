@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from effort import pairs, times
+from helpers import pairs, times
 from spmd import TINY, RandomLayouts, case, check, random_values, single
 from stagewright import blocks as model_blocks
 from stagewright.blocks import PRECISIONS, Adapter, Recipe, Training

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from effort import pairs, some
+from helpers import pairs, some
 from invariants import check as check_program
 from spmd import BELOW, random_values, single
 from spmd import check as same_as_one_device

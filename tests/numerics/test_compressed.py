@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from cases import cases
+from helpers import cases
 from spmd import TINY, case, single
 from stagewright.graph.node import Graph
 from stagewright.model.layers import Reach

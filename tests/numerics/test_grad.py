@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from effort import some
+from helpers import some
 from spmd import TINY, Case, case, single
 from stagewright.blocks import Recipe, Tie
 from stagewright.graph.gradient import backward

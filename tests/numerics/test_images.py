@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from effort import some
+from helpers import some
 from invariants import check as check_program
 from spmd import check as same_as_one_device
 from spmd import random_values, single

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagewright as sw
-from effort import some, times
-from paths import EXAMPLES
+from helpers import EXAMPLES, some, times
 from stagewright.check.program import check_program
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
@@ -121,7 +120,7 @@ def test_a_chunk_of_a_prompt_beside_decode() -> None:
     st.integers(0, 3),
     st.sampled_from([(0, 1), (0, 2), (1, 2), (3, 5)]),
 )
-@settings(max_examples=times(30), deadline=None)
+@settings(max_examples=times(30))
 def test_sums_over_requests(
     groups: list[Group], places: int, reach: tuple[int, int], block: int, logits: int,
     stripes: tuple[int, int],

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from effort import pairs, some
+from helpers import pairs, some
 from spmd import TINY, ZAMBA2, Spmd, check, random_values
 from stagewright import blocks as model_blocks
 from stagewright.algebra.layout import Layout

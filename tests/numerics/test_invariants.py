@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from effort import some, times
+from helpers import some, times
 from invariants import COLLECTIVE, RECV, SEND, Broken, World, check
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
@@ -170,7 +170,6 @@ def runs(draw: st.DrawFn) -> Run:
 
 @settings(
     max_examples=times(10),
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 @given(runs())

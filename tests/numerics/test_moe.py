@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from cases import cases
-from effort import some
+from helpers import cases, some
 from invariants import check as check_program
 from spmd import check as same_as_one_device
 from spmd import random_values, single

@@ -6,7 +6,7 @@ import csv
 
 import pytest
 
-from paths import DATA
+from helpers import DATA
 from stagewright.lower.parameters import parameters
 from stagewright.model.presets import PRESETS
 

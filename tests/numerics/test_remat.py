@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 import stagewright as sw
-from effort import pairs, times
+from helpers import pairs, times
 from spmd import PLAIN, RandomLayouts, Spmd, case, check, single
 from stagewright.algebra.layout import Mesh
 from stagewright.blocks import Recipe

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cases import cases
+from helpers import cases
 from invariants import check as check_invariants
 from stagewright import generate
 from stagewright.check.program import check_program

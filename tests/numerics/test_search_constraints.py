@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from columns import candidates_of
-from effort import EFFORT
+from helpers import EFFORT
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.run.experiment import Experiment

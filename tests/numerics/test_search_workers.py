@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import stagewright as sw
-from extras import needed
+from helpers import needed
 from stagewright.executors import Processes
 from stagewright.searching import search as searching
 

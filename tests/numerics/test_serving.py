@@ -11,10 +11,8 @@ from itertools import accumulate, pairwise
 import pytest
 
 import stagewright as sw
-from cases import cases
-from effort import times
-from linear_times import LinearTimes
-from one_pool import serve
+from helpers import cases, times
+from serving_toys import LinearTimes, serve
 from stagewright.cli.main import main
 from stagewright.serving.batch import CacheRules
 from stagewright.serving.engine import Engine

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from cases import cases
-from linear_times import LinearTimes
+from helpers import cases
+from serving_toys import LinearTimes
 from stagewright.api.deployment import instance_events
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import OperationSection

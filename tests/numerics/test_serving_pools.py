@@ -9,9 +9,9 @@ from itertools import accumulate
 import pytest
 
 import stagewright as sw
-from effort import times
-from linear_times import LinearTimes
+from helpers import times
 from pool_stepping import Apart, Server
+from serving_toys import LinearTimes
 from stagewright.serving.disaggregation import PrefillEngine, RemoteKvEngine, RemoteKvScheduler
 from stagewright.serving.host import HostTimes
 from stagewright.serving.kv_cache import PagedKvCache

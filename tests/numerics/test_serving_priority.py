@@ -8,9 +8,8 @@ from itertools import accumulate
 
 import pytest
 
-from cases import cases
-from linear_times import LinearTimes
-from one_pool import serve
+from helpers import cases
+from serving_toys import LinearTimes, serve
 from stagewright.api.workloads import workload_of
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import WorkloadSection

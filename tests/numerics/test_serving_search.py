@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from cases import cases
+from helpers import cases
 from stagewright.api.searched_serving import asked_serving, searched_serving
 from stagewright.cli.main import main
 from stagewright.model.catalog import resolve as model_of

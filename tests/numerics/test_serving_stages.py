@@ -8,8 +8,8 @@ from itertools import accumulate, pairwise
 import pytest
 
 import stagewright as sw
-from cases import cases
-from linear_times import LinearTimes
+from helpers import cases
+from serving_toys import LinearTimes
 from stagewright.api.stages import stages_of
 from stagewright.errors import UserError
 from stagewright.serving.disaggregation import RemoteKvEngine, RemoteKvScheduler

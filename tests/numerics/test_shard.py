@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from effort import some, times
+from helpers import some, times
 from spmd import TINY, Case, RandomLayouts, case, check, random_values, single
 from stagewright.algebra.layout import split
 from stagewright.blocks import Block, Recipe
@@ -106,7 +106,7 @@ def test_seeded_layouts(block: str) -> None:
 
 
 @given(rng=st.randoms(use_true_random=False), block=st.sampled_from(sorted(BLOCKS)))
-@settings(max_examples=times(15), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=times(15), suppress_health_check=list(HealthCheck))
 def test_any_layouts(rng: random.Random, block: str) -> None:
     replay(block, rng)
 

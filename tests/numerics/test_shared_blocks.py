@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from effort import pairs, some
+from helpers import pairs, some
 from invariants import check as check_program
 from stagewright.errors import UserError
 from stagewright.lower.parameters import parameters

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from effort import some
+from helpers import some
 from invariants import check as check_program
 from stagewright.errors import UserError
 from stagewright.graph.node import Graph

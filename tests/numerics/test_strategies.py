@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from cases import cases
-from effort import pairs, some, times
+from helpers import cases, pairs, some, times
 from spmd import PLAIN, TINY, case, check, dims
 from stagewright.algebra.layout import Mesh
 from stagewright.blocks import PRECISIONS, Recipe, Tie

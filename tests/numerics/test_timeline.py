@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import eventsim
-from effort import pairs, some
+from helpers import pairs, some
 from stagewright.arrays import Bool, Int
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import stagewright as sw
-from extras import needed
+from helpers import needed
 from stagewright.numbers import quantity
 from stagewright.views.pages.compare import compare_page
 

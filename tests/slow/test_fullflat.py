@@ -7,8 +7,7 @@ from itertools import islice
 
 import pytest
 
-from effort import times
-from paths import ROOT
+from helpers import ROOT, times
 
 SPEC = importlib.util.spec_from_file_location("fullflat", ROOT / "benchmarks" / "fullflat.py")
 assert SPEC

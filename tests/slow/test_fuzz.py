@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import fuzz
-from effort import times
+from helpers import times
 
 FILES = 100  # for each parser: its seeds, the hostile ones, and changed ones
 SLOW = {"traces": 40, "groups": 30, "beside a manifest": 30, "config.json, compiled": 40}

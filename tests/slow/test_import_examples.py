@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from paths import ROOT
+from helpers import ROOT
 from stagewright.cli.main import main
 from stagewright.imports.sources import model_of, recorded
 from stagewright.imports.translate import translate

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from extras import needed
+from helpers import needed
 from stagewright.cli.main import main
 from stagewright.errors import UserError
 from stagewright.executors import ray_cluster

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paths import DATA, ROOT
+from helpers import DATA, ROOT
 from stagewright.schedule.schedules import SCHEDULES
 
 SPEC = importlib.util.spec_from_file_location("record", ROOT / "tools" / "record.py")

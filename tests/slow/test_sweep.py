@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from effort import times
+from helpers import times
 from stagewright.model.presets import PRESETS
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import SCHEDULES

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paths import ROOT
+from helpers import ROOT
 
 PACKAGE = ROOT / "src" / "stagewright"
 MODULES = {

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effort import times
+from helpers import times
 from spmd import Coords, Spmd
 from stagewright.algebra.layout import (
     Layout,
@@ -197,7 +197,7 @@ def parts_of(spmd: Spmd, whole: Any, have: Layout, rng: np.random.Generator) -> 
 
 @pytest.mark.numerics
 @given(st.integers(0, 2**32), st.sampled_from(["sum", "max"]), st.integers(1, 3))
-@settings(max_examples=times(250), deadline=None)
+@settings(max_examples=times(250))
 def test_steps_between_any_two_layouts(seed: int, reduction: str, rank: int) -> None:
     rng = random.Random(seed)
     have = random_layout(rng, rank, frozenset(AXES))
@@ -228,7 +228,7 @@ def test_steps_between_any_two_layouts(seed: int, reduction: str, rank: int) -> 
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=times(100), deadline=None)
+@settings(max_examples=times(100))
 def test_a_new_partial_sum_is_impossible(seed: int) -> None:
     rng = random.Random(seed)
     have = random_layout(rng, 2, frozenset(AXES))

@@ -15,17 +15,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from cases import cases
+from helpers import cases
 from stagewright.algebra.size import Size, ceil_div, maximum, product, size, total
 
 pytestmark = pytest.mark.numerics  # exact arithmetic against Fraction, on many draws
 
 NAMES = ["B", "S", "H", "tp", "lambda"]  # A keyword of Python must not confuse generated code.
 Values = dict[str, int]
-relaxed = settings(deadline=None)  # Machines that run tests are busy.
 # A size beside its meaning: the same operations, done on fractions.
 Pair = tuple[Size, Callable[[Values], Fraction]]
 
@@ -78,7 +77,6 @@ sizes = pairs.map(lambda p: p[0])
 values = st.fixed_dictionaries({n: st.integers(1, 6) for n in NAMES})
 
 
-@relaxed
 @given(sizes, sizes, sizes)
 def test_sizes_are_a_commutative_ring(a: Size, b: Size, c: Size) -> None:
     assert a + b is b + a
@@ -93,7 +91,6 @@ def test_sizes_are_a_commutative_ring(a: Size, b: Size, c: Size) -> None:
     assert a - b is -(b - a)
 
 
-@relaxed
 @given(sizes, divisors, st.integers(-3, 3), st.integers(-3, 3))
 def test_a_single_term_divides_exactly(a: Size, divisor: Pair, m: int, n: int) -> None:
     d, _ = divisor
@@ -102,14 +99,12 @@ def test_a_single_term_divides_exactly(a: Size, divisor: Pair, m: int, n: int) -
     assert d**m * d**n is d ** (m + n)
 
 
-@relaxed
 @given(sizes, sizes, sizes)
 def test_maximum_is_associative_commutative_and_idempotent(a: Size, b: Size, c: Size) -> None:
     assert maximum(a, maximum(b, c)) is maximum(maximum(a, b), c) is maximum(c, a, b)
     assert maximum(a, a) is a
 
 
-@relaxed
 @given(pairs, values)
 def test_values_are_those_of_exact_fractions(p: Pair, v: Values) -> None:
     x, meaning = p
@@ -124,7 +119,6 @@ def test_values_are_those_of_exact_fractions(p: Pair, v: Values) -> None:
             x.value(v)
 
 
-@relaxed
 @given(pairs, values, st.sets(st.sampled_from(NAMES)))
 def test_substitution_may_be_partial_and_by_sizes(p: Pair, v: Values, first: set[str]) -> None:
     x, meaning = p
@@ -135,7 +129,6 @@ def test_substitution_may_be_partial_and_by_sizes(p: Pair, v: Values, first: set
     assert swapped.subs(v) == meaning({**v, "S": 2 * v["H"], "H": v["S"]})
 
 
-@relaxed
 @given(sizes)
 def test_text_reads_back(x: Size) -> None:
     assert Size.parse(str(x)) is x
@@ -143,7 +136,6 @@ def test_text_reads_back(x: Size) -> None:
     assert copy.deepcopy(x) is x
 
 
-@relaxed
 @given(st.lists(sizes, max_size=6))
 def test_total_and_product_are_repeated_operations(xs: list[Size]) -> None:
     assert total(xs) is sum(xs, size(0))

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 import stagewright as sw
-from cases import cases
+from helpers import DOCS, EXAMPLES, cases
 from invariants import check as check_program
-from paths import DOCS, EXAMPLES
 from spmd import check as same_as_one_device
 from spmd import random_values, single
 from stagewright import blocks as model_blocks

@@ -21,8 +21,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from effort import times
 from handmade import Trace, attribute, generated, load, read_messages
+from helpers import times
 from stagewright.check.files import reader
 from stagewright.check.files.dependency_graph import DependencyGraph
 from stagewright.check.files.rank import check_trace
@@ -125,7 +125,7 @@ def wanted(node: Any) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=times(150), deadline=None)
+@settings(max_examples=times(150))
 @given(st.lists(nodes(), min_size=1, max_size=6))
 def test_columns_are_the_messages(tmp_path_factory: pytest.TempPathFactory, made: list[Any]):
     file = tmp_path_factory.mktemp("nodes") / "w.0.et"
@@ -219,7 +219,7 @@ def test_cut_at_every_byte(trace: Path, tmp_path: Path):
     assert len(made) > 5
 
 
-@settings(max_examples=times(150), deadline=None)
+@settings(max_examples=times(150))
 @given(st.binary(max_size=300))
 @example(b"\x00\x00")
 @example(b"\x01")
@@ -233,7 +233,7 @@ def test_noise_is_no_trace(tmp_path_factory: pytest.TempPathFactory, data: bytes
 
 
 @pytest.mark.slow
-@settings(max_examples=times(200), deadline=None)
+@settings(max_examples=times(200))
 @given(changes=st.lists(st.tuples(st.floats(0, 1), st.binary(max_size=6)), min_size=1, max_size=6))
 def test_a_damaged_trace_never_escapes(
     trace: Path, tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[float, bytes]]
@@ -384,7 +384,7 @@ def graphs(draw: st.DrawFn) -> tuple[DependencyGraph, np.ndarray]:
     return DependencyGraph(count, number[table[:, 0]], number[table[:, 1]]), number
 
 
-@settings(max_examples=times(300), deadline=None)
+@settings(max_examples=times(300))
 @given(graphs(), st.randoms(use_true_random=False))
 def test_graph(made: tuple[DependencyGraph, np.ndarray], dice: Any):
     """Against the definitions: ancestors by brute force."""

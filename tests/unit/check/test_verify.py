@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 import stagewright
 import stagewright.trace.write
-from effort import times
 from handmade import (
     COLL,
     COMP,
@@ -40,6 +39,7 @@ from handmade import (
     simple,
 )
 from hang_search import search
+from helpers import times
 from stagewright.check.files.findings import Findings
 from stagewright.check.files.groups import read_groups
 from stagewright.check.files.world import World as CheckedWorld
@@ -1076,7 +1076,6 @@ def runs(draw: st.DrawFn) -> Run:
 @pytest.mark.slow
 @settings(
     max_examples=times(25),
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 @given(run=runs())

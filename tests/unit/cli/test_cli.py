@@ -12,7 +12,7 @@ import pytest
 
 import stagewright
 import stagewright as sw
-from cases import cases
+from helpers import cases
 from stagewright.cli import main as cli
 from stagewright.cli import runs
 from stagewright.model.presets import PRESETS

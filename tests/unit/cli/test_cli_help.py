@@ -14,8 +14,7 @@ import pytest
 from click.shell_completion import ShellComplete
 
 import stagewright as sw
-from cases import cases
-from paths import ROOT
+from helpers import ROOT, cases
 from recorded_steps import two_ranks
 from stagewright.cli import main as cli
 from stagewright.cli import runs

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cases import cases
+from helpers import cases
 from stagewright.cli.main import commands
 from stagewright.errors import UserError
 from stagewright.evidence import kernels, training

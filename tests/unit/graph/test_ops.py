@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from cases import cases, rows_of
-from effort import some, times
+from helpers import cases, rows_of, some, times
 from spmd import RandomLayouts, Spmd, check, random_values, single
 from stagewright.algebra.index import parse
 from stagewright.algebra.layout import Layout, split

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cases import cases
+from helpers import cases
 from stagewright.imports.saved import _is_size  # pyright: ignore[reportPrivateUsage]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import stagewright as sw
-from paths import DATA
+from helpers import DATA
 from stagewright.blocks.text import stg
 from stagewright.cli.main import main
 from stagewright.errors import UserError

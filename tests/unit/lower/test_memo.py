@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from effort import times
+from helpers import times
 from stagewright.errors import UserError
 from stagewright.lower import blocks, training
 from stagewright.lower.assembly.lowered_block import LoweredBlock

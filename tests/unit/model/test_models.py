@@ -23,8 +23,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from effort import times
-from paths import DATA, ROOT
+from helpers import DATA, ROOT, times
 from stagewright.errors import UserError
 from stagewright.lower.parameters import parameters
 from stagewright.model import hub
@@ -885,7 +884,6 @@ JSON = st.recursive(
 KEYS = sorted({key for file in CONFIGS for key in load(file.stem)} | {"layer_types"})
 FUZZ = settings(
     max_examples=times(200),
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 import stagewright as sw
-from cases import cases
-from paths import DATA
+from helpers import DATA, cases
 from stagewright.lower import weight_storage
 from stagewright.model import json as model_json
 from stagewright.model.catalog import from_config, resolve

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import stagewright as sw
-from paths import EXAMPLES
+from helpers import EXAMPLES
 from stagewright.errors import UserError
 from stagewright.model.catalog import resolve
 from stagewright.model.json import from_json, to_json

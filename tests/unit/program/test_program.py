@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effort import times
+from helpers import times
 from stagewright.algebra.layout import MIRROR, Mesh
 from stagewright.check.program import Unsound, check_program
 from stagewright.errors import UserError
@@ -95,7 +95,6 @@ def test_some_ranks_have_the_partners_that_they_have_among_all(program: Program,
 
 
 @pytest.mark.numerics
-@settings(deadline=None)
 @given(worlds(), st.integers(1, 7))
 def test_groups_come_in_blocks_of_any_size(program: Program, block: int):
     blocks = list(program.group_chunks(size=block))
@@ -163,7 +162,7 @@ def verdict(program: Program) -> str:
 
 
 @pytest.mark.numerics
-@settings(max_examples=times(150), deadline=None)
+@settings(max_examples=times(150))
 @given(rings())
 def test_a_folded_world_is_sound_if_and_only_if_the_whole_is(program: Program):
     small = fold(program)

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cases import cases
-from paths import DATA
+from helpers import DATA, cases
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.model.catalog import resolve

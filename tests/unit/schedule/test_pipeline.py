@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from cases import cases
+from helpers import DATA, cases
 from orders import in_flight
-from paths import DATA
 from stagewright.errors import UserError
 from stagewright.schedule.actions import (
     SLOTS,
@@ -372,7 +371,6 @@ VEES = {"zbv", "v-half", "v-min", "dualpipev", "dualpipe"}  # others: chunks rou
 
 
 @pytest.mark.numerics
-@settings(deadline=None)
 @given(st.sampled_from(list(SCHEDULES)), st.integers(1, 6), st.integers(1, 20), st.integers(2, 4))
 def test_every_schedule_is_valid(name: str, p: int, m: int, v: int) -> None:
     schedule = SCHEDULES[name]
@@ -472,7 +470,6 @@ def executions(draw: st.DrawFn) -> Execution:
     return tuple(map(tuple, rows)), stages, microbatches
 
 
-@settings(deadline=None)
 @given(executions())
 def test_what_can_run_is_valid_and_runs_without_needless_waiting(execution: Execution) -> None:
     order, stages, microbatches = execution
@@ -491,7 +488,6 @@ def test_what_can_run_is_valid_and_runs_without_needless_waiting(execution: Exec
 
 
 @pytest.mark.numerics
-@settings(deadline=None)
 @given(executions(), st.randoms(use_true_random=False))
 def test_the_advice_about_deadlocks_repairs_any_shuffled_order(
     execution: Execution, shuffle: random.Random

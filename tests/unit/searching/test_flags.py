@@ -9,8 +9,8 @@ import shlex
 
 import pytest
 
-from cases import cases
 from columns import candidates_of
+from helpers import cases
 from stagewright.errors import UserError
 from stagewright.run.experiment import Experiment
 from stagewright.run.pipeline_split import layout_split

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cases import cases
+from helpers import cases
 from stagewright.errors import UserError
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.experiment import Experiment

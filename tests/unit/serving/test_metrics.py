@@ -5,8 +5,7 @@ from array import array
 import numpy as np
 import pytest
 
-from linear_times import LinearTimes
-from one_pool import serve
+from serving_toys import LinearTimes, serve
 from stagewright.serving.engine import Engine
 from stagewright.serving.kv_cache import PagedKvCache
 from stagewright.serving.metrics import Slo, gap_spread, summarize

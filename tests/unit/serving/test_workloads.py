@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cases import cases
+from helpers import cases
 from stagewright.api.workloads import workload_of
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import WorkloadSection

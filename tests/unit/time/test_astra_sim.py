@@ -15,8 +15,7 @@ import yaml
 
 import stagewright as sw
 from astra_clock import collective_ns, task_seconds
-from cases import cases
-from paths import DATA
+from helpers import DATA, cases
 from stagewright.check import inspect
 from stagewright.check.verify import verify
 from stagewright.errors import UserError

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from cases import cases
+from helpers import cases
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.program.columns import TaskKind

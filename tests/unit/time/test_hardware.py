@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cases import cases
-from paths import ROOT
+from helpers import ROOT, cases
 from stagewright.errors import UserError
 from stagewright.searching.machines import varied
 from stagewright.time import hardware

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from cases import cases
+from helpers import cases
 from stagewright.errors import UserError
 from stagewright.program.columns import PHASES, TaskKind, Tasks
 from stagewright.run.sections.execution import Execution

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import stagewright as sw
-from cases import cases
+from helpers import cases
 from stagewright.errors import UserError
 from stagewright.time.ownership import Ownership, load
 

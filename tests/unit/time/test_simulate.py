@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from cases import cases
+from helpers import cases
 from stagewright.cli.main import main
 from stagewright.model.catalog import resolve as model_of
 from stagewright.program.columns import TaskKind

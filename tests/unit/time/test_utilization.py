@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from effort import pairs
+from helpers import pairs
 from stagewright.arrays import exact_sum
 from stagewright.program.columns import TaskKind
 from stagewright.time.durations import task_seconds

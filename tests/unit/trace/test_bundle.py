@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 
 import fuzz
 import stagewright as sw
-from effort import some
+from helpers import some
 from stagewright.check.bundle import difference
 from stagewright.check.diff import diff
 from stagewright.check.verify import verify

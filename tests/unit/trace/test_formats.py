@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from handmade import read_messages
@@ -195,7 +195,6 @@ def plain_node(program: Program, t: Tasks, rank: int, i: int) -> Any:
 
 
 @pytest.mark.numerics
-@settings(deadline=None)
 @given(program=programs(), block=st.integers(1, 10), pick=st.data())
 def test_stamped_file_is_what_the_official_runtime_writes(program: Program, block: int, pick: Any):
     world = program.mesh.world_size

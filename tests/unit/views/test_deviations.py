@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import stagewright as sw
-from paths import ROOT
+from helpers import ROOT
 from stagewright.api.simulated import Simulation
 from stagewright.cli.main import main
 from stagewright.evidence.inference import HOST_MS

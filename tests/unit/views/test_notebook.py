@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from extras import needed
+from helpers import EXAMPLES, needed
 from notebooks import execute, notebook, text
 from pages import check
-from paths import EXAMPLES
 from stagewright.evidence.rows import Prediction
 from stagewright.evidence.statistics import table, totals
 from stagewright.program.columns import TaskKind

@@ -15,8 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 import stagewright as sw
-from cases import cases
-from effort import pairs
+from helpers import cases, pairs
 from pages import check
 from stagewright.cli.main import main
 from stagewright.numbers import duration
