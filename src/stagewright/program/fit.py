@@ -9,6 +9,9 @@ from stagewright.program.columns import RankClass
 
 NEARLY_FULL = 0.9
 """Share of a device's memory that tensors fill; context, workspaces and fragmentation add to it."""
+RESERVED_SHARE = 0.2
+"""Share of a device's memory to leave free where an allocator keeps what it reserved: enough in 11
+of the 14 rows of docs/accuracy/memory.md."""
 
 
 class Peak(NamedTuple):

@@ -14,7 +14,7 @@ from stagewright.errors import UserError
 from stagewright.run.files import settings_of
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.cluster import ClusterSection
-from stagewright.run.sections.declare import setting_in_words
+from stagewright.run.sections.declare import as_lists, setting_in_words
 from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.serving import (
     SERVING,
@@ -135,7 +135,7 @@ def section_of(
     if not given:
         return section()
     try:
-        return _reader(section).validate_python(given)
+        return _reader(section).validate_python(as_lists(given, EXPERIMENT))
     except ValidationError as error:
         raise invalid(error, {**EXPERIMENT, **SERVING}, path, overrides or {}) from None
 

@@ -14,7 +14,8 @@ llama3.1-70b tp=8 dp=2 pp=4 global_batch_size=64
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from reprlib import repr as shown  # short whatever the value
@@ -34,7 +35,7 @@ from stagewright.run.files import is_manifest, read_settings, settings_of
 from stagewright.run.pipeline_split import compute_split, even_split, layout_split, split_with_ends
 from stagewright.run.requests import ranks_of_text, read_prefill
 from stagewright.run.sections import EXPERIMENT, SETTINGS, Settings, frameworks
-from stagewright.run.sections.declare import DEGREES, setting_in_words, text_of
+from stagewright.run.sections.declare import DEGREES, as_lists, setting_in_words, text_of
 from stagewright.run.sections.foreign import OTHERS
 from stagewright.run.sections.inference import PrefillRanks
 from stagewright.run.sections.other_names import Pending
@@ -43,6 +44,12 @@ from stagewright.schedule import schedules
 from stagewright.schedule.generators import equal_group
 
 _Section = TypeVar("_Section")
+
+STEP_TOKENS = 4_194_304
+"""Tokens of the default batch: Llama 2's, arXiv 2307.09288, section 2.2."""
+TOKENS_PER_GPU = 1024
+"""Tokens per GPU of the default batch on many GPUs: Llama 3 405B's 16M on 16,384, arXiv
+2407.21783, table 4."""
 
 _ELSEWHERE = EXPERIMENT.keys() - SETTINGS.keys()
 """Settings of the machine and of the execution."""
@@ -77,7 +84,7 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
         if not isinstance(values, Mapping):
             return values
         _refuse_half_characters(cast("Mapping[str, Any]", values))
-        return frameworks.with_defaults(cast("Mapping[str, Any]", values))
+        return frameworks.with_defaults(as_lists(cast("Mapping[str, Any]", values), SETTINGS))
 
     @field_validator("requests", mode="before")
     @classmethod
@@ -378,6 +385,31 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
             else:
                 words.append(setting_in_words(name, value))
         return printable(" ".join(words))
+
+
+def usual_batch(run: Run, model: ModelConfig, gpus: Iterable[int]) -> int:
+    """Usual global batch size in sequences: about `STEP_TOKENS` tokens, more on many GPUs.
+
+    A search that is given none assumes it. A run by itself has the fewest microbatches that its
+    schedule takes, since its traces grow with them; `simulate` says both.
+
+    A power of two times the odd factor of every number of GPUs, since dp divides both. If that is
+    more than four times as much, only the odd factor of the largest number counts.
+
+    >>> from stagewright.model.catalog import resolve
+    >>> run, model = Run(model="llama3.1-405b"), resolve("llama3.1-405b")
+    >>> [usual_batch(run, model, [gpus]) for gpus in (64, 16384, 192, 7)]
+    [512, 2048, 768, 896]
+    """
+    counts = sorted({*gpus})
+    length = run.resolved(model).seq_length or 1
+    target = max(STEP_TOKENS, TOKENS_PER_GPU * counts[-1]) / length
+    odd = [count // (count & -count) for count in counts]
+    common = math.lcm(*odd)
+    batch = common if common <= 4 * target else odd[-1]
+    while batch < target:
+        batch *= 2
+    return batch
 
 
 def _refuse_half_characters(values: Mapping[str, Any]) -> None:

@@ -11,7 +11,6 @@ families of settings that few clusters use (`FAMILIES`), and multiplies candidat
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,18 +20,13 @@ from stagewright.run.sections import EXPERIMENT
 from stagewright.run.settings import Run
 from stagewright.searching.candidates import HARDWARE, Candidates
 from stagewright.searching.constraints import Constraint
-from stagewright.searching.flags import recompute_names
+from stagewright.searching.flags import megatron_recompute_modules
 from stagewright.searching.machines import Fleet, divisors_of
 from stagewright.searching.space import idle_conditions
 
 Axes = dict[str, Sequence[Any]]
 """Values to try by setting."""
 
-STEP_TOKENS = 4_194_304
-"""Tokens of the default batch: Llama 2's, arXiv 2307.09288, section 2.2."""
-TOKENS_PER_GPU = 1024
-"""Tokens per GPU of the default batch on many GPUs: Llama 3 405B's 16M on 16,384, arXiv
-2407.21783, table 4."""
 MIN_TOKENS_PER_CP_RANK = 4096
 """Minimum tokens of a sequence per rank of cp."""
 MOST_MICRO_BATCH = 16
@@ -45,7 +39,9 @@ Mixtral (top-k 2)."""
 MOST_CHUNKS = 8
 """Virtual stages per rank that are tried whether or not they divide the layers."""
 HEADROOM = 0.05
-"""Share of device memory for the CUDA context, libraries and fragmentation."""
+"""Share of device memory for the CUDA context and NCCL: excludes nothing that might run.
+
+Plans leave more free (`fit.RESERVED_SHARE`), which the answer says."""
 
 SCHEDULES = {
     "megatron": ("1f1b", "interleaved"),
@@ -54,28 +50,6 @@ SCHEDULES = {
 """Default schedules of frameworks."""
 FINE_GRAINED_SCHEDULES = ("dualpipe",)
 """Default schedules of fine-grained MoEs: DeepSeek-V3's, arXiv 2412.19437, section 3.2.1."""
-
-
-def default_batch(run: Run, model: ModelConfig, gpus: Iterable[int]) -> int:
-    """Default global batch size in sequences: about `STEP_TOKENS` tokens, more on many GPUs.
-
-    A power of two times the odd factor of every number of GPUs, since dp divides both. If that is
-    more than four times as much, only the odd factor of the largest number counts.
-
-    >>> from stagewright.model.catalog import resolve
-    >>> run, model = Run(model="llama3.1-405b"), resolve("llama3.1-405b")
-    >>> [default_batch(run, model, [gpus]) for gpus in (64, 16384, 192, 7)]
-    [512, 2048, 768, 896]
-    """
-    counts = sorted({*gpus})
-    length = run.resolved(model).seq_length or 1
-    target = max(STEP_TOKENS, TOKENS_PER_GPU * counts[-1]) / length
-    odd = [count // (count & -count) for count in counts]
-    common = math.lcm(*odd)
-    batch = common if common <= 4 * target else odd[-1]
-    while batch < target:
-        batch *= 2
-    return batch
 
 
 def default_axes(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
@@ -127,7 +101,7 @@ def _selective_modules(run: Run, model: ModelConfig) -> tuple[str, ...]:
     modules = ("norm", "activation")
     if run.framework != "megatron":
         return modules
-    names = recompute_names(run, model)
+    names = megatron_recompute_modules(run, model)
     return tuple(module for module in modules if names[module]) or modules
 
 

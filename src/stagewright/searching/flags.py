@@ -272,8 +272,8 @@ def _overlap(trained: TrainedRun) -> Lines:
         yield line if run.precision == "fp32" else flag(name.replace("_", "-"))
 
 
-def recompute_names(run: Run, model: ModelConfig) -> Mapping[str, str | None]:
-    """Megatron-LM's names of modules that are recomputed; None: it has no flag for the module."""
+def megatron_recompute_modules(run: Run, model: ModelConfig) -> Mapping[str, str | None]:
+    """Megatron-LM's names for `recompute_modules`; None: it has no flag for the module."""
     # In fp8 with delayed scaling, only attention may be recomputed.
     delayed = run.precision == "fp8" and run.fp8_recipe in (None, "delayed")
     routed = model.num_experts > 0 and not model.first_dense_layers and model.moe_layer_freq == 1
@@ -286,7 +286,7 @@ def recompute_names(run: Run, model: ModelConfig) -> Mapping[str, str | None]:
 
 @MEGATRON.rule("recompute_num_layers", "recompute_modules")
 def _recompute(trained: TrainedRun) -> Lines:
-    run, names = trained.run, recompute_names(trained.run, trained.model)
+    run, names = trained.run, megatron_recompute_modules(trained.run, trained.model)
     if run.recompute == "full":
         count = run.recompute_num_layers
         yield flag("recompute-method", "uniform" if count is None else "block")

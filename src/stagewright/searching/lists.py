@@ -24,6 +24,7 @@ from reprlib import repr as shown
 from typing import Any, cast
 
 from stagewright.errors import UserError
+from stagewright.run.sections.declare import items_of
 
 MOST_VALUES = 10_000
 """Maximum values of one setting."""
@@ -125,8 +126,7 @@ def _parse_tuple(kind: Kind, words: Sequence[str], text: str, name: str) -> tupl
         raise UserError(
             f"{name}: got {shown(text)}, with none as one of several; wanted {_expected(kind)}"
         )
-    integers = all(word.isdecimal() and word.isascii() for word in words)
-    return tuple(map(int, words)) if integers else tuple(words)
+    return items_of(",".join(words))
 
 
 def _parse_word(kind: Kind, word: str, name: str) -> Iterator[Any]:

@@ -19,12 +19,12 @@ from stagewright.run.files import flat, is_manifest, read_settings, recorded_mod
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.foreign import canonical
 from stagewright.run.sections.other_names import is_setting_name, setting_of
+from stagewright.run.settings import usual_batch
 from stagewright.run.training_rules import MOST_RANKS
 from stagewright.searching.constraints import check_value
 from stagewright.searching.defaults import (
     HEADROOM,
     default_axes,
-    default_batch,
     default_constraints,
     families_of,
     family_axes,
@@ -262,21 +262,26 @@ def _with_defaults(
         lengths = axes.get("seq_length", (run.seq_length,))
         length = None if None in lengths else max(lengths)
         longest = run.model_copy(update={"seq_length": length})
-        batch = default_batch(longest, config, [fleet.gpus or 1 for fleet in fleets])
+        batch = usual_batch(longest, config, [fleet.gpus or 1 for fleet in fleets])
         tokens = batch * (longest.resolved(config).seq_length or 0)
         axes["global_batch_size"] = (batch,)
         notes.append(
             f"global_batch_size={batch} ({tokens:,} tokens) is assumed; give --global-batch-size"
         )
     defaults = {**default_axes(run, config, fleets), **family_axes(families, run, config, fleets)}
-    if "precision" in fixed:
+    asked = {*axes.get("precision", (run.precision,))} if "precision" in fixed else {"fp8"}
+    if "fp8" not in asked:
         defaults.pop("fp8_recipe", None)
+    elif len(asked) > 1 and "fp8_recipe" in defaults:
+        defaults["fp8_recipe"] = (None, *defaults["fp8_recipe"])
     tried = {name: values for name, values in defaults.items() if name not in fixed}
     single = {name: (value,) for name, value in base.values().items() if name in fixed}
     no_effect = without_effect(tried, {**tried, **single, **axes})
     axes |= {name: tuple(values) for name, values in tried.items() if name not in no_effect}
     if axes.get("precision") == ("fp8",) and "precision" not in fixed:
         notes.append("precision=fp8 is assumed, as published weights are; give --precision bf16")
+    if axes.get("fp8_recipe") == ("blockwise",) and "fp8_recipe" not in fixed:
+        notes.append("fp8_recipe=blockwise is assumed, as published weights are; give --fp8-recipe")
     notes += not_tried(run, axes, config)
     headroom = HEADROOM if run.mode == "train" and "memory_allowance" not in fixed else 0.0
     space = Space.of(base, fleets, axes, model, default_constraints(fixed), origins, headroom)

@@ -10,7 +10,7 @@ import numpy as np
 from stagewright.arrays import Bool, Int
 from stagewright.errors import either
 from stagewright.numbers import duration, many, quantity, side_by_side
-from stagewright.program.fit import NEARLY_FULL
+from stagewright.program.fit import NEARLY_FULL, RESERVED_SHARE
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.declare import setting_in_words, text_of
 from stagewright.searching import objectives
@@ -299,14 +299,20 @@ def headroom(ranking: Ranking) -> str:
     row = int(ranking.best[0])
     if not ranking.figures.fits[row]:
         return f"the best {_too_large(ranking, row)}"
-    allowance = ranking.figures.memory.get("allowance")
+    allowance, held = ranking.figures.memory.get("allowance"), _tensors(ranking, row)
     if allowance is not None and allowance[row]:
         free = quantity(int(allowance[row]), "B")
-        return (
+        sentence = (
             f"memory has {free} for the context, libraries and fragmentation; --memory-allowance "
             "sets them, 0 takes them away"
         )
-    held = _tensors(ranking, row)
+        if held <= 1 - RESERVED_SHARE:
+            return sentence
+        planned = RESERVED_SHARE * float(ranking.figures.device_memory[row])
+        return (
+            f"{sentence}; tensors of the best take {held:.0%} of the memory, and most jobs whose "
+            f"reserved memory was measured need --memory-allowance {planned / 1e9:.4g}GB"
+        )
     if held <= NEARLY_FULL:
         return ""
     return (

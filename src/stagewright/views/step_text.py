@@ -8,6 +8,7 @@ from stagewright.lower.compiled_run import CompiledRun
 from stagewright.numbers import duration, plural, quantity, side_by_side
 from stagewright.program.fit import Fit
 from stagewright.run.experiment import describe
+from stagewright.run.settings import usual_batch
 from stagewright.texttable import Table
 from stagewright.time.simulate.serving import Served, limiting
 from stagewright.time.simulate.step import SimulatedStep, TracedStep
@@ -75,10 +76,12 @@ def assumed_batch(compiled: CompiledRun) -> Iterator[str]:
     """The global batch, unless the user gave it."""
     run = compiled.run
     if run.mode == "train" and run.unresolved().global_batch_size is None:
+        searched = usual_batch(run, compiled.model, [run.world_size])
         yield (
             f"global batch {plural(run.global_batch_size or 0, 'sequence', 'sequences')}, assumed: "
             f"micro-batch-size {run.micro_batch_size} x dp {run.dp} x "
-            f"{plural(run.microbatches, 'microbatch', 'microbatches')}; set --global-batch-size"
+            f"{plural(run.microbatches, 'microbatch', 'microbatches')}, the fewest of its "
+            f"schedule; a search assumes {searched:,}; set --global-batch-size"
         )
 
 

@@ -543,7 +543,7 @@ def test_a_search_without_a_terminal_says_when_it_estimates(
 
 def test_a_simulation_names_the_batch_that_it_assumes(call: Call):
     run = ("simulate", *SMALL, "--hardware", "h100-sxm", "--gpus", "4")
-    assumed = "global batch 4 sequences, assumed: micro-batch-size 1 x dp 4 x 1 microbatch; set "
+    assumed = "global batch 4 sequences, assumed: micro-batch-size 1 x dp 4 x 1 microbatch, the "
     assert call(*run).out.splitlines()[1].startswith(assumed)
     assert "assumed" not in call(*run, "--global-batch-size", "8").out
 

@@ -279,6 +279,16 @@ def test_what_is_given_replaces_what_the_file_says(run_file: Callable[[str], Pat
     assert Run.load(path, {"tp": 4, "model": "other"}) == Run(model="other", tp=4, dp=2)
 
 
+def test_a_list_may_be_given_as_text(run_file: Callable[[str], Path]):
+    text = "model: toy\nrecompute: selective\nrecompute_modules: norm\nlayers_per_stage: 9,7\n"
+    run = Run.load(run_file(text))
+    assert (run.recompute_modules, run.layers_per_stage) == (("norm",), (9, 7))
+    assert Experiment.of({"model": "toy", "no_overlap": "dp, tp"}).execution.no_overlap == {
+        "dp",
+        "tp",
+    }
+
+
 def test_load_without_a_file():
     assert Run.load(None, {"model": "toy", "tp": 2}) == run(tp=2)
 

@@ -14,10 +14,9 @@ from stagewright.run.experiment import Experiment
 from stagewright.run.rules import check
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
-from stagewright.run.settings import Run
+from stagewright.run.settings import Run, usual_batch
 from stagewright.searching.defaults import (
     default_axes,
-    default_batch,
     default_constraints,
     families_of,
     family_axes,
@@ -30,6 +29,19 @@ from stagewright.searching.space import Space
 from stagewright.time.hardware import resolve
 
 H100 = resolve("h100-sxm")
+
+
+@pytest.mark.parametrize(
+    ("precision", "recipes"),
+    [(None, ("blockwise",)), ("fp8", ("blockwise",)), ("bf16,fp8", (None, "blockwise"))],
+)
+def test_published_weights_in_fp8_give_the_recipe(
+    precision: str | None, recipes: tuple[str | None, ...]
+):
+    asked: dict[str, Any] = {"model": "deepseek-v3", "precision": precision}
+    assert (
+        search_request(asked, hardware=["h100-sxm"], gpus=512).space.axes["fp8_recipe"] == recipes
+    )
 
 
 def space(axes: dict[str, Any], gpus: int | None = 8, **settings: Any) -> Space:
@@ -303,9 +315,9 @@ def test_none_in_a_list_is_what_follows_where_nothing_is_given():
 def test_dp_of_any_number_of_gpus_divides_the_batch_by_default():
     gpt2 = model_of("gpt2")
     for gpus in (1, 7, 12, 96, 1000, 12_288):
-        batch = default_batch(Run(model="gpt2"), gpt2, [gpus])
+        batch = usual_batch(Run(model="gpt2"), gpt2, [gpus])
         assert all(batch % (gpus // pp) == 0 for pp in (1, 2, 4) if gpus % pp == 0)
-    assert default_batch(Run(model="gpt2"), gpt2, [64, 96, 160]) % 15 == 0
+    assert usual_batch(Run(model="gpt2"), gpt2, [64, 96, 160]) % 15 == 0
 
 
 def test_the_batch_by_default_is_of_the_longest_sequence():

@@ -331,6 +331,27 @@ def text_of(value: object) -> str:
     return str(value)
 
 
+def items_of(text: str) -> tuple[Any, ...]:
+    """Items between commas: the reverse of `text_of`; whole numbers if all are.
+
+    >>> items_of("9,10,9"), items_of("norm, activation"), items_of("")
+    ((9, 10, 9), ('norm', 'activation'), ())
+    """
+    words = tuple(word.strip() for word in text.split(",") if text.strip())
+    numbers = all(word.isdecimal() and word.isascii() for word in words)
+    return tuple(map(int, words)) if numbers else words
+
+
+def as_lists(values: Mapping[str, Any], declared: Mapping[str, Setting]) -> dict[str, Any]:
+    """The values, where a list may be given as text: `norm`, or `norm,activation`."""
+    lists = {
+        name: items_of(value)
+        for name, value in values.items()
+        if isinstance(value, str) and name in declared and declared[name].kind in (tuple, frozenset)
+    }
+    return {**values, **lists}
+
+
 def idle_axes(*axes: str) -> Mapping[str, int]:
     """The values of degrees with which there is nothing to exchange along any of these axes.
 
