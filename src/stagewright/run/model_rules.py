@@ -1,89 +1,71 @@
-"""Rules of the model: degrees that divide its heads, widths and experts, and its routing."""
+"""Rules of the model: degrees that divide its heads, widths and experts, and its sequences."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 
-from stagewright.errors import UserError, divisors, either
+from stagewright.errors import divisors, either
 from stagewright.model.config import ModelConfig
-from stagewright.run.rule import Divide, Refuse, RunCheck, apply, require_divides
+from stagewright.run.rule import Errors, Rule, nearest, not_divided, rule
 from stagewright.run.sections import SETTINGS
 from stagewright.run.settings import Run
 
-MODEL = (
-    Divide(
-        "tp",
-        lambda model: model.num_attention_heads,
-        "attention heads of {model.name}",
-        when=lambda run, model: model.attends,
-    ),
-    Divide(
-        "tp",
-        lambda model: model.o_groups,
-        "groups of attention heads of {model.name}",
-    ),
-    Divide(
-        "tp",
-        lambda model: model.ffn_hidden_size,
-        "channels of the MLP of {model.name}",
-        when=lambda run, model: "dense" in model.parts,
-        fit=lambda model: math.gcd(model.num_attention_heads, model.ffn_hidden_size),
-    ),
-    Refuse(
-        lambda run, model: model.shared_blocks and model.shared_blocks.adapter_rank % run.tp,
-        "tp={run.tp} does not divide the adapters' rank {model.shared_blocks.adapter_rank} of "
-        "{model.name}; use {fit}",
-        lambda run, model: {
-            "fit": divisors(
-                math.gcd(
-                    model.num_attention_heads,
-                    model.shared_blocks.adapter_rank if model.shared_blocks else 0,
-                )
-            )
-        },
-    ),
+_EXPERTS = tuple(of.name for of in SETTINGS.values() if of.section == "experts")
+_SEQUENCE = ("seq_length", "cp", "tp", "sequence_parallel", "cp_comm_type")
+
+
+def rules_of_model(model: ModelConfig, whose: str = "") -> tuple[Rule, ...]:
+    """Degrees divide what they split of a model, and nothing routes tokens without experts.
+
+    `whose` stands before what the rules ask for; their runs are checked against `model` whatever
+    model they are given.
+    """
+
+    def bound(of: Rule) -> Rule:
+        return Rule(whose + of.name, of.reads, lambda run, _: of.errors(run, model))
+
+    experts = (_experts, _routing) if model.num_experts else (_dense,)
+    return tuple(map(bound, (_heads, _state_heads, *experts)))
+
+
+# ---- heads, channels and experts -----------------------------------------------------------------
+
+
+@rule("heads and channels are split evenly by tp", "tp")
+def _heads(run: Run, model: ModelConfig) -> Errors:
+    tp, heads, groups = run.tp, model.num_attention_heads, model.shared_query_groups
+    if model.attends:
+        yield from not_divided("tp", tp, heads, f"attention heads of {model.name}")
+    yield from not_divided("tp", tp, model.o_groups, f"groups of attention heads of {model.name}")
+    width = model.ffn_hidden_size
+    if "dense" in model.parts:
+        fit = math.gcd(heads, width)
+        yield from not_divided("tp", tp, width, f"channels of the MLP of {model.name}", fit)
+    if (shared := model.shared_blocks) and shared.adapter_rank % tp:
+        yield (
+            f"tp={tp} does not divide the adapters' rank {shared.adapter_rank} of {model.name}; "
+            f"use {divisors(math.gcd(heads, shared.adapter_rank))}"
+        )
     # Ranks share key-value heads evenly: several each, or several ranks hold one.
-    Refuse(
-        lambda run, model: (
-            model.attends
-            and model.shared_query_groups % run.tp
-            and run.tp % model.shared_query_groups
-        ),
-        "tp={run.tp} neither divides the {model.shared_query_groups} key-value heads of "
-        "{model.name} nor is a multiple of them; use {fit}",
-        lambda run, model: {
-            "fit": either(_shared(model.num_attention_heads, model.shared_query_groups))
-        },
-    ),
+    if model.attends and groups % tp and tp % groups:
+        yield (
+            f"tp={tp} neither divides the {groups} key-value heads of {model.name} nor is a "
+            f"multiple of them; use {either(_shared(heads, groups))}"
+        )
     # Some layers may have sizes of their own.
-    Refuse(
-        lambda run, model: any(
-            size % run.tp
-            for of in model.own_sizes
-            for size in (of.num_attention_heads or 0, of.ffn_hidden_size or 0)
-        ),
-        "tp={run.tp} does not divide the heads and the channels of the MLP of each layer of "
-        "{model.name}, whose layers have sizes of their own; use {fit}",
-        lambda run, model: {"fit": divisors(_common_divisor(model))},
-    ),
-    Refuse(
-        lambda run, model: model.own_sizes and not _splits_queries(model, run.tp),
-        "tp={run.tp} splits the key-value heads of {model.name} as the layers with the fewest of "
-        "them allow, and then not the query heads of the others; use {fit}",
-        lambda run, model: {
-            "fit": either(n for n in range(1, run.tp) if _splits_queries(model, n))
-        },
-    ),
-)
-
-
-def _common_divisor(model: ModelConfig) -> int:
-    """Greatest divisor of the heads and of the MLP's width in all layers."""
-    pairs = [(of.num_attention_heads or 0, of.ffn_hidden_size or 0) for of in model.own_sizes]
-    sizes = [size for pair in pairs for size in pair]
-    return math.gcd(model.num_attention_heads, model.ffn_hidden_size, *sizes)
+    own = [n or 0 for of in model.own_sizes for n in (of.num_attention_heads, of.ffn_hidden_size)]
+    if any(size % tp for size in own):
+        yield (
+            f"tp={tp} does not divide the heads and the channels of the MLP of each layer of "
+            f"{model.name}, whose layers have sizes of their own; "
+            f"use {divisors(math.gcd(heads, width, *own))}"
+        )
+    if own and not _splits_queries(model, tp):
+        fit = either(n for n in range(1, tp) if _splits_queries(model, n))
+        yield (
+            f"tp={tp} splits the key-value heads of {model.name} as the layers with the fewest of "
+            f"them allow, and then not the query heads of the others; use {fit}"
+        )
 
 
 def _splits_queries(model: ModelConfig, tp: int) -> bool:
@@ -92,99 +74,27 @@ def _splits_queries(model: ModelConfig, tp: int) -> bool:
     return all(heads % tp == 0 == heads // groups % copies for heads, groups in model.head_counts)
 
 
-ROUTING = (
-    Refuse(
-        lambda run, model: run.moe_router_enable_expert_bias and model.router != "sigmoid",
-        "moe_router_enable_expert_bias balances sigmoid scores, but {model.name} has "
-        "{model.router}; use moe_aux_loss_coeff, or drop moe_router_enable_expert_bias",
-    ),
-    Refuse(
-        lambda run, model: (
-            run.moe_token_dispatcher_type == "allgather"
-            and run.moe_expert_capacity_factor is not None
-        ),
-        "moe_expert_capacity_factor={run.moe_expert_capacity_factor} needs copies that go to their "
-        "experts, got moe_token_dispatcher_type=allgather; use alltoall, or drop the factor",
-    ),
-    Refuse(
-        lambda run, model: (
-            run.moe_pad_expert_input_to_capacity and run.moe_expert_capacity_factor is None
-        ),
-        "moe_pad_expert_input_to_capacity pads to moe_expert_capacity_factor; set it, or drop "
-        "moe_pad_expert_input_to_capacity",
-    ),
-    Refuse(
-        lambda run, model: (
-            run.moe_apply_probs in ("input", "output")
-            and run.moe_token_dispatcher_type != "alltoall"
-        ),
-        "moe_apply_probs={run.moe_apply_probs} needs moe_token_dispatcher_type=alltoall, got "
-        "{run.moe_token_dispatcher_type}; use alltoall, or moe_apply_probs=experts",
-    ),
-    Refuse(
-        lambda run, model: (
-            run.moe_router_load_balancing_type != "aux_loss" and not run.moe_aux_loss_coeff
-        ),
-        "moe_router_load_balancing_type={run.moe_router_load_balancing_type} does nothing with "
-        "moe_aux_loss_coeff=0; set moe_aux_loss_coeff, such as 0.01, or drop it",
-    ),
-    Refuse(
-        lambda run, model: run.expert_load is not None and model.mtp_num_layers,
-        "expert_load has no lines for the mtp_num_layers={model.mtp_num_layers} layers behind the "
-        "model's; drop either",
-    ),
-)
-
-
-def checks_of_model(model: ModelConfig, whose: str = "") -> tuple[RunCheck, ...]:
-    """Degrees divide what they split of a model, and nothing routes tokens without experts.
-
-    `whose` stands before what the checks ask for; their runs are checked against `model` whatever
-    model they are given.
-    """
-
-    def of(
-        name: str, reads: tuple[str, ...], check: Callable[[Run, ModelConfig], None]
-    ) -> RunCheck:
-        return RunCheck(whose + name, reads, lambda run, _: check(run, model))
-
-    found = [
-        of("heads and channels are split evenly by tp", ("tp",), partial(apply, MODEL)),
-        of("state layers are split evenly by tp and cp", ("tp", "cp"), _check_state_heads),
-    ]
-    if not model.num_experts:
-        return (*found, of("a dense model has no experts", ("ep", "etp", *_EXPERTS), _check_dense))
-    shared = ("tp", "cp", "dp", "ep", "etp", "num_redundant_experts")
-    return (
-        *found,
-        of("experts are split evenly by ep and etp", shared, _check_experts),
-        of("tokens can be routed so", _EXPERTS, partial(apply, ROUTING)),
-    )
-
-
-_EXPERTS = tuple(of.name for of in SETTINGS.values() if of.section == "experts")
-
-
 def _shared(heads: int, groups: int) -> list[int]:
     """Divisors of the heads that divide the groups or are multiples of them."""
     degrees = [d for d in range(1, heads + 1) if heads % d == 0]
     return [d for d in degrees if groups % d == 0 or d % groups == 0]
 
 
-def _check_state_heads(run: Run, model: ModelConfig) -> None:
+@rule("state layers are split evenly by tp and cp", "tp", "cp")
+def _state_heads(run: Run, model: ModelConfig) -> Errors:
     """Layers that carry a state split whole heads, and over cp too: as Megatron-LM's Mamba does."""
     state = model.state_space
     if state is None:
         return
     heads, groups = state.heads, state.groups
     what = "channels" if model.recurrence == "mamba" else "heads"
-    require_divides("tp", run.tp, heads, f"{what} of the state layers of {model.name}")
+    yield from not_divided("tp", run.tp, heads, f"{what} of the state layers of {model.name}")
     if what == "heads" and groups % run.tp and run.tp % groups:
-        raise UserError(
+        yield (
             f"tp={run.tp} neither divides the {groups} groups of heads in the state layers of "
             f"{model.name} nor is a multiple of them; use {either(_shared(heads, groups))}"
         )
-    require_divides(
+    yield from not_divided(
         "cp",
         run.cp,
         heads // run.tp,
@@ -194,61 +104,205 @@ def _check_state_heads(run: Run, model: ModelConfig) -> None:
     groups_of_rank = groups // math.gcd(run.tp, groups)
     heads_of_group = heads // groups // (run.tp // math.gcd(run.tp, groups))
     if what == "heads" and groups_of_rank % run.cp and heads_of_group % run.cp:
-        raise UserError(
+        yield (
             f"cp={run.cp} divides neither the {groups_of_rank} groups of a rank in the state "
             f"layers of {model.name} (tp={run.tp}) nor the heads of a group; "
             f"use {divisors(groups_of_rank)}"
         )
 
 
-def _check_experts(run: Run, model: ModelConfig) -> None:
+@rule(
+    "experts are split evenly by ep and etp",
+    *("tp", "cp", "dp", "ep", "etp", "num_redundant_experts"),
+)
+def _experts(run: Run, model: ModelConfig) -> Errors:
     redundant = run.num_redundant_experts
     more = f" and num_redundant_experts={redundant}" if redundant else ""
     experts = model.num_experts + redundant
     if experts % run.ep:
-        raise UserError(
+        yield (
             f"ep={run.ep} does not divide the {model.num_experts} experts of {model.name}{more}; "
             f"use {divisors(experts)}"
         )
-    etp, ranks = run.expert_tensor_parallel_size, run.tp * run.cp * run.dp
+    etp, others = run.expert_tensor_parallel_size, run.tp * run.cp
+    ranks = others * run.dp
     if ranks % (etp * run.ep):
         default = " (as tp)" if run.etp is None else ""
-        raise UserError(
+        dp = etp * run.ep // math.gcd(etp * run.ep, others)
+        nested = run.ep % run.tp == 0 or run.tp % run.ep == 0
+        whole = ["etp=1"] if etp > 1 and ranks % run.ep == 0 and nested else []
+        yield (
             f"etp={etp}{default} x ep={run.ep} does not divide the {ranks} ranks of tp={run.tp} x "
-            f"cp={run.cp} x dp={run.dp}, which share the experts; use {_experts_that_fit(run)}"
+            f"cp={run.cp} x dp={run.dp}, which share the experts; "
+            f"use {either([*whole, f'dp={dp} or a multiple'])}"
         )
     for name, degree, width, of in (
         ("tp", run.tp, model.shared_ffn_hidden_size, "the shared experts"),
         ("etp", etp, model.moe_ffn_hidden_size, "an expert"),
     ):
         if width % degree:
-            raise UserError(
+            yield (
                 f"{name}={degree} does not divide the width {width} of {of} of {model.name}; "
                 f"use {divisors(width)}"
             )
 
 
-def _experts_that_fit(run: Run) -> str:
-    """Degrees with which the experts of a run spread evenly over its ranks."""
-    etp, others = run.expert_tensor_parallel_size, run.tp * run.cp
-    dp = etp * run.ep // math.gcd(etp * run.ep, others)
-    nested = run.ep % run.tp == 0 or run.tp % run.ep == 0
-    whole = ["etp=1"] if etp > 1 and others * run.dp % run.ep == 0 and nested else []
-    return either([*whole, f"dp={dp} or a multiple"])
+@rule("tokens can be routed so", *_EXPERTS)
+def _routing(run: Run, model: ModelConfig) -> Errors:
+    factor, dispatcher = run.moe_expert_capacity_factor, run.moe_token_dispatcher_type
+    if run.moe_router_enable_expert_bias and model.router != "sigmoid":
+        yield (
+            f"moe_router_enable_expert_bias balances sigmoid scores, but {model.name} has "
+            f"{model.router}; use moe_aux_loss_coeff, or drop moe_router_enable_expert_bias"
+        )
+    if dispatcher == "allgather" and factor is not None:
+        yield (
+            f"moe_expert_capacity_factor={factor} needs copies that go to their experts, got "
+            "moe_token_dispatcher_type=allgather; use alltoall, or drop the factor"
+        )
+    if run.moe_pad_expert_input_to_capacity and factor is None:
+        yield (
+            "moe_pad_expert_input_to_capacity pads to moe_expert_capacity_factor; set it, or drop "
+            "moe_pad_expert_input_to_capacity"
+        )
+    if run.moe_apply_probs in ("input", "output") and dispatcher != "alltoall":
+        yield (
+            f"moe_apply_probs={run.moe_apply_probs} needs moe_token_dispatcher_type=alltoall, got "
+            f"{dispatcher}; use alltoall, or moe_apply_probs=experts"
+        )
+    if run.moe_router_load_balancing_type != "aux_loss" and not run.moe_aux_loss_coeff:
+        yield (
+            f"moe_router_load_balancing_type={run.moe_router_load_balancing_type} does nothing "
+            "with moe_aux_loss_coeff=0; set moe_aux_loss_coeff, such as 0.01, or drop it"
+        )
+    if run.expert_load is not None and model.mtp_num_layers:
+        yield (
+            f"expert_load has no lines for the mtp_num_layers={model.mtp_num_layers} layers behind "
+            "the model's; drop either"
+        )
 
 
-def _check_dense(run: Run, model: ModelConfig) -> None:
-    """Refuse degrees and routing of experts where there are none."""
+@rule("a dense model has no experts", "ep", "etp", *_EXPERTS)
+def _dense(run: Run, model: ModelConfig) -> Errors:
     for degree, size in (("ep", run.ep), ("etp", run.etp or 1)):
         if size > 1:
-            raise UserError(
+            yield (
                 f"{model.name} is a dense model; {degree}={size} needs a mixture-of-experts "
                 f"model; use {degree}=1"
             )
-    for setting in SETTINGS.values():
-        value = getattr(run, setting.name)
-        if setting.section == "experts" and value != setting.default:
-            raise UserError(
-                f"{model.name} is a dense model; {setting.name}={value} needs a "
-                f"mixture-of-experts model; drop {setting.name}"
+    for name in _EXPERTS:
+        value = getattr(run, name)
+        if value != SETTINGS[name].default:
+            yield (
+                f"{model.name} is a dense model; {name}={value} needs a mixture-of-experts model; "
+                f"drop {name}"
             )
+
+
+# ---- sequences -----------------------------------------------------------------------------------
+
+
+@rule("the sequence is split evenly", *_SEQUENCE, "document_length")
+def sequence(run: Run, model: ModelConfig) -> Errors:
+    """A sequence of training has positions in the model, and pieces over cp and tp."""
+    run = run.resolved(model)
+    length, most = run.seq_length or 0, model.max_position_embeddings
+    if model.vision and length != most:
+        yield (
+            f"seq_length={length} is not the {most} positions of an image of {model.name}; leave "
+            "it out"
+        )
+    if model.position == "learned" and length > most:
+        yield (
+            f"seq_length={length} is longer than the {most} learned positions of {model.name}; "
+            f"use at most {most}"
+        )
+    if document := run.document_length:
+        if document > length:
+            yield (
+                f"document_length={document} is longer than seq_length={length}, which documents "
+                "are packed into; use at most that"
+            )
+        if not (model.causal and model.attends and not model.encoder_num_layers):
+            yield (
+                f"document_length={document} is about causal attention, which {model.name} has "
+                "none of; drop it"
+            )
+    if run.cp > 1 and (model.index_topk or model.o_groups) and run.cp_comm_type != "all_gather":
+        reads = "compressed keys of the whole sequence"
+        if model.index_topk:
+            reads = "keys anywhere in the sequence, which an indexer chooses among all"
+        yield (
+            f"cp_comm_type={run.cp_comm_type}: each query of {model.name} reads {reads}; use "
+            "cp_comm_type=all_gather"
+        )
+    if length % model.positions_of_a_key:
+        yield (
+            f"seq_length={length} is no multiple of the {model.positions_of_a_key} positions that "
+            f"have one compressed key in {model.name}; {nearest(length, model.positions_of_a_key)}"
+        )
+    if run.cp_comm_type == "a2a" and model.attends:
+        yield from _ulysses(run, model)
+    causal = model.causal and not model.encoder_num_layers  # whose sequence this is
+    balanced = run.cp > 1 and causal and model.attends and run.cp_comm_type != "a2a"
+    pieces = 2 * run.cp if balanced else run.cp
+    yield from _pieces("seq_length", length, pieces, run, f"cp x tp={run.cp * run.tp}")
+
+
+@rule("the sequence holds an image", *_SEQUENCE)
+def images(run: Run, model: ModelConfig) -> Errors:
+    """A tower's sequence is what its images make it, and the text comes after that."""
+    assert model.tower is not None
+    positions = model.tower.max_position_embeddings
+    length = run.resolved(model).seq_length or 0
+    if length < positions:
+        yield (
+            f"seq_length={length} has no room for text behind the {positions - 1} patches of an "
+            f"image of {model.name}; use {positions} or more"
+        )
+    of = f"positions of an image of {model.name}"
+    split = {"sequence_parallel with tp": run.sequence_parallel_size, "cp": run.cp}
+    for name, ranks in split.items():
+        yield from not_divided(name, ranks, positions, of, end=", or none")
+
+
+@rule("the decoder's sequence is split evenly", *_SEQUENCE, "decoder_seq_length")
+def decoder_sequence(run: Run, model: ModelConfig) -> Errors:
+    """A decoder behind an encoder has a sequence of its own."""
+    if not model.encoder_num_layers:
+        if run.decoder_seq_length is not None:
+            yield (
+                f"decoder_seq_length={run.decoder_seq_length} is of an encoder and a decoder, but "
+                f"{model.name} has no encoder; use seq_length"
+            )
+        return
+    length = run.resolved(model).decoder_seq_length
+    if length is not None:
+        pieces = 2 * run.cp if run.cp > 1 and run.cp_comm_type != "a2a" else run.cp
+        ranks = f"cp x tp={run.cp * run.tp}" if run.cp > 1 else f"tp={run.tp}"
+        yield from _pieces("decoder_seq_length", length, pieces, run, ranks)
+
+
+def _ulysses(run: Run, model: ModelConfig) -> Errors:
+    """All-to-alls over cp leave each rank whole heads."""
+    heads = model.num_attention_heads // run.tp
+    groups = max(1, model.num_query_groups // run.tp)
+    for count, what in ((heads, "attention"), (groups, "key-value")):
+        if count % run.cp and (what == "attention" or count > 1):
+            yield (
+                f"cp={run.cp} does not divide the {count} {what} heads of a rank ({model.name} "
+                f"with tp={run.tp}), which cp_comm_type=a2a needs; use cp={divisors(count)}, or p2p"
+            )
+
+
+def _pieces(name: str, length: int, pieces: int, run: Run, ranks: str) -> Errors:
+    """A sequence is split into pieces over cp, and with sequence parallelism over tp."""
+    if length % pieces:
+        why = f"2 x cp={pieces} (causal load balance)" if pieces > run.cp else f"cp={run.cp}"
+        yield f"{name}={length} is not divisible by {why}; {nearest(length, pieces)}"
+    step = math.lcm(pieces, run.cp * run.tp)
+    if run.sequence_parallel and length % step:
+        yield (
+            f"{name}={length} is not divisible by {ranks}, which sequence_parallel needs; "
+            f"{nearest(length, step)}"
+        )

@@ -1,8 +1,22 @@
-"""A check of a run as a row: when a run is refused, and what is said then."""
+"""A rule of runs: a requirement in words, the settings that decide it, and its errors.
+
+Errors are a generator: each `yield` is a sentence that says what is wrong and what to change, below
+the condition under which it is so. The first one is raised, so that later conditions may rely on
+earlier ones.
+
+>>> @rule("tp is even", "tp")
+... def even(run: Run, model: ModelConfig) -> Errors:
+...     if run.tp % 2:
+...         yield f"tp={run.tp} is odd; {nearest(run.tp, 2)}"
+>>> from stagewright.model.presets import PRESETS
+>>> even.check(Run(model="gpt2", tp=3), PRESETS["gpt2"])
+Traceback (most recent call last):
+stagewright.errors.UserError: tp=3 is odd; use 2 or 4
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from stagewright.errors import UserError, divisors
@@ -12,92 +26,47 @@ from stagewright.run.settings import Run
 MOST_FLOPS = 2**56
 """Limit of one kernel: sums over a step then stay within 64 bits."""
 
-Facts = Callable[[Run, ModelConfig], Mapping[str, object]]
-
-
-def _nothing(run: Run, model: ModelConfig) -> Mapping[str, object]:
-    return {}
-
-
-def _always(run: Run, model: ModelConfig) -> bool:
-    return True
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Runs of a kind are refused."""
-
-    when: Callable[[Run, ModelConfig], object]
-    why: str
-    """A format string over `run`, `model` and the names of `facts`."""
-    facts: Facts = _nothing
-
-    def check(self, run: Run, model: ModelConfig) -> None:
-        """Raise a UserError if the run is of that kind."""
-        if self.when(run, model):
-            raise UserError(self.why.format(run=run, model=model, **self.facts(run, model)))
-
-
-@dataclass(frozen=True, slots=True)
-class Divide:
-    """A degree must divide a size of the model."""
-
-    degree: str
-    """A setting by name."""
-    size: Callable[[ModelConfig], int]
-    of: str
-    """Unit that the size counts: a format string over `model`."""
-    when: Callable[[Run, ModelConfig], object] = _always
-    fit: Callable[[ModelConfig], int] | None = None
-    """A number whose divisors are proposed. None: the size."""
-
-    def check(self, run: Run, model: ModelConfig) -> None:
-        """Raise a UserError with the degrees that fit."""
-        if not self.when(run, model):
-            return
-        degree, size = getattr(run, self.degree), self.size(model)
-        fit = self.fit(model) if self.fit else size
-        require_divides(self.degree, degree, size, self.of.format(model=model), fit)
-
-
 ALL: tuple[str, ...] = ("*",)
-"""Marks a check that may read any setting."""
+"""Marks a rule that may read any setting."""
 
 EACH: tuple[str, ...] = ("+",)
-"""Marks a check that looks at each setting by itself."""
+"""Marks a rule that looks at each setting by itself."""
+
+Errors = Iterator[str]
 
 
 @dataclass(frozen=True, slots=True)
-class RunCheck:
-    """A check of a run and the settings that decide it: a search makes it once for all runs that
-    have the same values there."""
+class Rule:
+    """A requirement of runs: a search checks it once for all runs with the same settings there."""
 
     name: str
-    """Requirement in words."""
+    """The requirement in words."""
     reads: tuple[str, ...]
     """The settings of a run that decide it, beside the model and the mode; or `ALL`, or `EACH`."""
-    check: Callable[[Run, ModelConfig], None]
-    """Raises a UserError that says what to change."""
+    errors: Callable[[Run, ModelConfig], Errors]
+
+    def check(self, run: Run, model: ModelConfig) -> None:
+        """Raise the first of the errors of a run as a UserError."""
+        for error in self.errors(run, model):
+            raise UserError(error)
 
 
-def require_divides(
+def rule(name: str, *reads: str) -> Callable[[Callable[[Run, ModelConfig], Errors]], Rule]:
+    """Make a rule of a generator of errors."""
+    return lambda errors: Rule(name, reads, errors)
+
+
+def not_divided(
     name: str, degree: int, size: int, of: str, fit: int | None = None, end: str = ""
-) -> None:
-    """Raise a UserError unless the degree divides the size; `fit` has the divisors to propose.
+) -> Errors:
+    """Error of a degree that does not divide a size; `fit` has the divisors to propose.
 
-    >>> require_divides("tp", 3, 8, "heads of toy")
-    Traceback (most recent call last):
-    stagewright.errors.UserError: tp=3 does not divide the 8 heads of toy; use 1, 2, 4 or 8
+    >>> list(not_divided("tp", 3, 8, "heads of toy")), list(not_divided("tp", 2, 8, "heads"))
+    (['tp=3 does not divide the 8 heads of toy; use 1, 2, 4 or 8'], [])
     """
     if size % degree:
         use = divisors(size if fit is None else fit)
-        raise UserError(f"{name}={degree} does not divide the {size} {of}; use {use}{end}")
-
-
-def apply(rows: Iterable[Refuse | Divide], run: Run, model: ModelConfig) -> None:
-    """Check all rows in order."""
-    for row in rows:
-        row.check(run, model)
+        yield f"{name}={degree} does not divide the {size} {of}; use {use}{end}"
 
 
 def nearest(number: int, step: int) -> str:

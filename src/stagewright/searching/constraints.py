@@ -1,6 +1,6 @@
 """Constraints of candidates: the checks of a run, called once per distinct tuple.
 
-A constraint is one of `run.rules.checks`, or a check of compiling and executing. Each distinct
+A constraint is one of `run.rules.rules`, or a check of compiling and executing. Each distinct
 tuple of the settings that it reads is checked once, on one run. Errors are those of that run.
 """
 
@@ -19,9 +19,9 @@ from stagewright.lower.routing import BusiestRanks, Load, Routing
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
 from stagewright.run.rule import ALL, EACH
-from stagewright.run.rules import AS_GIVEN, checks
+from stagewright.run.rules import rules
 from stagewright.run.settings import Run
-from stagewright.run.training_rules import DEGREES_ONCE
+from stagewright.run.training_rules import AS_GIVEN, degrees_once
 from stagewright.schedule.schedules import check_name
 from stagewright.searching.candidates import HARDWARE, Candidates
 from stagewright.time.dispatch import DispatchKernels
@@ -84,10 +84,10 @@ def check_value(run: Run, model: ModelConfig) -> None:
     """Raise a UserError for a setting that the mode lacks, or a value that no mode allows."""
     if run.schedule is not None:
         check_name(run.schedule)
-    DEGREES_ONCE.check(run, model)
-    for check in checks(run.mode, model):
-        if check.reads == EACH:
-            check.check(run.unresolved(), model)
+    degrees_once.check(run, model)
+    for rule in rules(run.mode, model):
+        if rule.reads == EACH:
+            rule.check(run.unresolved(), model)
 
 
 def constraints(mode: str, model: ModelConfig) -> list[Constraint]:
@@ -98,7 +98,7 @@ def constraints(mode: str, model: ModelConfig) -> list[Constraint]:
     as_given = [Constraint(of.name, of.reads, _on_run(of.check)) for of in AS_GIVEN]
     unresolved = [
         Constraint(of.name, of.reads, _on_run(of.check, Run.unresolved))
-        for of in checks(mode, model)
+        for of in rules(mode, model)
         if of.reads != EACH
     ]
     mesh = ("tp", "cp", "dp", "ep", "etp", "order", "zero", "dp_shard", "dcp")

@@ -7,13 +7,13 @@ from stagewright.run.sections.declare import (
     TRAINING,
     Count,
     Factor,
-    Real,
     Switch,
     Text,
+    real,
     setting,
 )
 
-Rate = Annotated[float, Real(ge=0, lt=1, strict=False)]
+Rate = Annotated[float, real(ge=0, lt=1, strict=False)]
 _ADAPTER: dict[str, Any] = {"modes": TRAINING, "elsewhere": "adapters are merged into the weights"}
 
 

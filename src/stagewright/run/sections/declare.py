@@ -14,7 +14,7 @@ pydantic nor numpy, so that `stagewright --help` answers at once.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
@@ -47,32 +47,30 @@ _Value = TypeVar("_Value")
 class Exactly:
     """A value of this type (`bool`, `str`) and of no other that could be converted."""
 
-    kind: type | None = None
-    """Type that the command line reads; None: the type of the field."""
-
-    def __init__(self, type: str, **rule: object) -> None:
-        """`rule`: more of what pydantic asks of a value of the type."""
-        self._schema = {"type": type, "strict": True, **rule}
+    def __init__(
+        self, type: str, read: Callable[[object], object] | None = None, **rule: object
+    ) -> None:
+        """`read` makes text a value first; `rule`: more of what pydantic asks of the value."""
+        self.kind = None if read is None else str
+        """Type that the command line reads; None: the type of the field."""
+        self._schema: dict[str, object] = {"type": type, "strict": True, **rule}
+        if read is not None:
+            function = {"type": "no-info", "function": read}
+            self._schema = {"type": "function-before", "function": function, "schema": self._schema}
 
     def __get_pydantic_core_schema__(self, source: object, handler: object) -> dict[str, object]:
         """The rule as pydantic reads it."""
         return self._schema
 
 
-class Whole(Exactly):
+def whole(least: int, most: int = LARGEST) -> Exactly:
     """A whole number in a range; neither text nor a boolean is converted."""
-
-    def __init__(self, least: int, most: int = LARGEST) -> None:
-        """Both ends belong to the range."""
-        super().__init__("int", ge=least, le=most)
+    return Exactly("int", ge=least, le=most)
 
 
-class Real(Exactly):
-    """A finite number in a range: `gt`, `ge`, `le`; `strict` refuses text."""
-
-    def __init__(self, *, strict: bool = True, **ends: float) -> None:
-        """Names of the ends are pydantic's."""
-        super().__init__("float", strict=strict, allow_inf_nan=False, **ends)
+def real(*, strict: bool = True, **ends: object) -> Exactly:
+    """A finite number in a range with pydantic's names: `gt`, `ge`, `le`; `strict` refuses text."""
+    return Exactly("float", None, strict=strict, allow_inf_nan=False, **ends)
 
 
 _TIME = re.compile(r"\s*([0-9]+\.?[0-9]*(?:e-?[0-9]+)?|\.[0-9]+)\s*(us|ms|s|min|h|)\s*")
@@ -92,57 +90,37 @@ def read_time(value: object) -> tuple[float, str] | None:
     return None
 
 
-class Duration(Exactly):
-    """Seconds, or text with a unit: `50ms`, `2s`, `10min`."""
+def duration(least: float = 0.0, most: float = 1e9) -> Exactly:
+    """Seconds in a range, or text with a unit: `50ms`, `2s`, `10min`."""
 
-    kind = str
+    def read(value: object) -> object:
+        time = read_time(value)
+        return value if time is None else time[0]
 
-    def __init__(self, least: float = 0.0, most: float = 1e9) -> None:
-        """Both ends are in seconds and belong to the range."""
-        super().__init__("float", ge=least, le=most, allow_inf_nan=False)
-
-    def __get_pydantic_core_schema__(self, source: object, handler: object) -> dict[str, object]:
-        """The rule as pydantic reads it."""
-
-        def read(value: object) -> object:
-            time = read_time(value)
-            return value if time is None else time[0]
-
-        function = {"type": "no-info", "function": read}
-        return {"type": "function-before", "function": function, "schema": self._schema}
+    return Exactly("float", read, ge=least, le=most, allow_inf_nan=False)
 
 
 _COUNT = re.compile(r"\s*([0-9]+\.?[0-9]*(?:e[0-9]+)?|\.[0-9]+)\s*([kKMBGT]|)\s*")
 _THOUSANDS = {"": 0, "k": 1, "K": 1, "M": 2, "B": 3, "G": 3, "T": 4}
 
 
-class Quantity(Exactly):
+def amount() -> Exactly:
     """A positive number, or text with a unit of thousands: `15T`, `300B`."""
 
-    kind = str
+    def read(value: object) -> object:
+        match = _COUNT.fullmatch(value) if isinstance(value, str) else None
+        return float(match[1]) * 1000.0 ** _THOUSANDS[match[2]] if match else value
 
-    def __init__(self) -> None:
-        """No largest number but that of floating point."""
-        super().__init__("float", gt=0, allow_inf_nan=False)
-
-    def __get_pydantic_core_schema__(self, source: object, handler: object) -> dict[str, object]:
-        """The rule as pydantic reads it."""
-
-        def read(value: object) -> object:
-            match = _COUNT.fullmatch(value) if isinstance(value, str) else None
-            return float(match[1]) * 1000.0 ** _THOUSANDS[match[2]] if match else value
-
-        function = {"type": "no-info", "function": read}
-        return {"type": "function-before", "function": function, "schema": self._schema}
+    return Exactly("float", read, gt=0, allow_inf_nan=False)
 
 
-Seconds = Annotated[float, Duration()]
-Amount = Annotated[float, Quantity()]
-Count = Annotated[int, Whole(1)]
-Number = Annotated[int, Whole(0)]
-Factor = Annotated[float, Real(gt=0, le=1e6)]
-Weight = Annotated[float, Real(ge=0, le=1e6)]
-Share = Annotated[float, Real(ge=0, le=1, strict=False)]
+Seconds = Annotated[float, duration()]
+Amount = Annotated[float, amount()]
+Count = Annotated[int, whole(1)]
+Number = Annotated[int, whole(0)]
+Factor = Annotated[float, real(gt=0, le=1e6)]
+Weight = Annotated[float, real(ge=0, le=1e6)]
+Share = Annotated[float, real(ge=0, le=1, strict=False)]
 Switch = Annotated[bool, Exactly("bool")]
 Text = Annotated[str, Exactly("str")]
 
@@ -232,47 +210,9 @@ class Setting:
         )
 
 
-def setting(
-    default: _Value,
-    help: str,
-    *,
-    unset: str = "",
-    modes: tuple[str, ...] = ALL_MODES,
-    elsewhere: str = "",
-    needs: Mapping[str, tuple[Any, ...]] | None = None,
-    idle: tuple[Mapping[str, Any], ...] = (),
-    unit: str = "",
-    habits: Mapping[str, Any] | None = None,
-    names: tuple[str, ...] = (),
-    short: str = "",
-    switches: Mapping[str, Any] | None = None,
-    words: Mapping[str, str] | None = None,
-    same_words: Mapping[str, Any] | None = None,
-    metavar: str = "",
-    option: str = "",
-    of_requests: bool = False,
-) -> _Value:
-    """Declare a field of a section; the parameters are the fields of `Setting`."""
-    declared = Setting(
-        help=help,
-        default=default,
-        unset=unset,
-        modes=modes,
-        elsewhere=elsewhere,
-        needs=needs or {},
-        idle=idle,
-        unit=unit,
-        habits=habits or {},
-        names=names,
-        short=short,
-        switches=switches or {},
-        words=words or {},
-        same_words=same_words or {},
-        metavar=metavar,
-        option=option,
-        of_requests=of_requests,
-    )
-    return field(default=default, metadata={"setting": declared})
+def setting(default: _Value, help: str, **declared: Any) -> _Value:
+    """Declare a field of a section; `declared` are the other fields of `Setting`."""
+    return field(default=default, metadata={"setting": Setting(help, default, **declared)})
 
 
 def settings_of(section: type, key: str) -> tuple[Setting, ...]:

@@ -12,8 +12,8 @@ from stagewright.run.sections.declare import (
     Number,
     Switch,
     Text,
-    Whole,
     setting,
+    whole,
 )
 
 
@@ -103,7 +103,7 @@ class InferenceSection:
         modes=INFERENCE,
         metavar="FILE",
     )
-    num_speculative_tokens: Annotated[int, Whole(0, 1024)] = setting(
+    num_speculative_tokens: Annotated[int, whole(0, 1024)] = setting(
         0,
         "Decode: draft tokens of a request that the step verifies.",
         modes=INFERENCE,

@@ -8,8 +8,8 @@ from stagewright.run.sections.declare import (
     Count,
     Factor,
     Text,
-    Whole,
     setting,
+    whole,
 )
 
 
@@ -42,7 +42,7 @@ class ModelSection:
         "Pad the vocabulary to a multiple of this times tp.",
         of_requests=True,
     )
-    mtp_num_layers: Annotated[int, Whole(0, 16)] | None = setting(
+    mtp_num_layers: Annotated[int, whole(0, 16)] | None = setting(
         None,
         "Multi-token prediction layers, each of which predicts one more token.",
         unset="the model's",

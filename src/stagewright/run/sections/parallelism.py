@@ -10,9 +10,9 @@ from stagewright.run.sections.declare import (
     Count,
     Switch,
     Text,
-    Whole,
     idle_axes,
     setting,
+    whole,
 )
 
 
@@ -89,7 +89,7 @@ class ParallelismSection:
         modes=TRAINING,
         elsewhere=WHOLE_WEIGHTS,
     )
-    zero: Annotated[int, Whole(0, 3)] = setting(
+    zero: Annotated[int, whole(0, 3)] = setting(
         0,
         "Sharded over dp: 1 optimizer states, 2 also gradients, 3 also parameters (FSDP).",
         idle=(idle_axes("dp", "cp"),),

@@ -6,23 +6,23 @@ from typing import Annotated, Literal
 from stagewright.run.sections.declare import (
     Count,
     Number,
-    Real,
     Share,
     Switch,
     Text,
-    Whole,
+    real,
     setting,
+    whole,
 )
 
-Positive = Annotated[float, Real(gt=0, le=1e9)]
-Fraction = Annotated[float, Real(ge=0, le=1)]
+Positive = Annotated[float, real(gt=0, le=1e9)]
+Fraction = Annotated[float, real(ge=0, le=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSection:
     """Number of instances, and how the engine of each replica decides what to compute."""
 
-    instances: Annotated[int, Whole(1, 100_000)] = setting(
+    instances: Annotated[int, whole(1, 100_000)] = setting(
         1,
         "Instances, each with all ranks of the layout.",
         names=("decode-instances", "decode-workers"),

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from stagewright.run.sections.declare import Count, Duration, Seconds, Share, Text, Whole, setting
+from stagewright.run.sections.declare import Count, Seconds, Share, Text, duration, setting, whole
 
-Interval = Annotated[float, Duration(least=1e-3)]
+Interval = Annotated[float, duration(least=1e-3)]
 """At most a thousand adjustments a second."""
-Instances = Annotated[int, Whole(1, 1_000_000)]
+Instances = Annotated[int, whole(1, 1_000_000)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,16 +9,16 @@ from stagewright.run.sections.declare import (
     Count,
     Exactly,
     Number,
-    Real,
     Seconds,
     Share,
     Switch,
     Text,
     read_time,
+    real,
     setting,
 )
 
-Positive = Annotated[float, Real(gt=0, le=1e9)]
+Positive = Annotated[float, real(gt=0, le=1e9)]
 Rate = Annotated[float, Exactly("float", gt=0, allow_inf_nan=True)]
 """Requests per second; `inf`: all at once, as clients of vLLM and SGLang say."""
 DOUBTFUL = {"ttft": 5, "tpot": 1, "e2e": 5}
@@ -49,29 +49,14 @@ def milliseconds(value: object, name: str, where: str = "") -> float:
     return limit
 
 
-class LatencyLimit(Exactly):
-    """A latency limit in milliseconds, which text may give with a unit."""
-
-    kind = str
-
-    def __init__(self, name: str) -> None:
-        """`name` is the setting's."""
-        super().__init__("float")
-        self._name = name
-
-    def __get_pydantic_core_schema__(self, source: object, handler: object) -> dict[str, object]:
-        """The rule as pydantic reads it."""
-
-        def read(value: object) -> float:
-            return milliseconds(value, self._name)
-
-        function = {"type": "no-info", "function": read}
-        return {"type": "function-before", "function": function, "schema": self._schema}
+def latency_limit(name: str) -> Exactly:
+    """A latency limit in milliseconds, which text may give with a unit; `name` is the setting's."""
+    return Exactly("float", lambda value: milliseconds(value, name))
 
 
-TtftLimit = Annotated[float, LatencyLimit("ttft")]
-TpotLimit = Annotated[float, LatencyLimit("tpot")]
-E2eLimit = Annotated[float, LatencyLimit("e2e")]
+TtftLimit = Annotated[float, latency_limit("ttft")]
+TpotLimit = Annotated[float, latency_limit("tpot")]
+E2eLimit = Annotated[float, latency_limit("e2e")]
 
 
 @dataclass(frozen=True, kw_only=True)
