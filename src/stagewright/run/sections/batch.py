@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from stagewright.run.sections.declare import TRAINING, Count, Number, Text, idle_axes, setting
+from stagewright.run.sections.declare import Count, Number, Text, idle_axes, of_training, setting
 
 _LENGTHS = "use prompt_length and context_length"
 
@@ -12,62 +12,55 @@ _LENGTHS = "use prompt_length and context_length"
 class BatchSection:
     """Settings of the batch, and of the order in which stages process microbatches."""
 
-    seq_length: Count | None = setting(
+    seq_length: Count | None = of_training(
         None,
         "Tokens of a sequence.",
         unset="the model's longest, at most 8192",
-        modes=TRAINING,
         elsewhere=_LENGTHS,
         names=("training.seq_len",),
     )
-    decoder_seq_length: Count | None = setting(
+    decoder_seq_length: Count | None = of_training(
         None,
         "Encoder-decoder: tokens of the decoder; seq_length is the encoder's.",
         unset="seq-length",
-        modes=TRAINING,
         elsewhere=_LENGTHS,
     )
-    document_length: Count | None = setting(
+    document_length: Count | None = of_training(
         None,
         "Tokens of a document in packed sequences; attention stays within a document.",
         unset="one document",
-        modes=TRAINING,
         elsewhere=_LENGTHS,
     )
     """A block-diagonal causal mask, as of torchtitan's `block_causal`, NeMo's packed sequences and
     Megatron-LM's `--reset-attention-mask`. Of documents of unequal lengths: the sum of the squares
     over the sum of the lengths."""
-    micro_batch_size: Count = setting(
+    micro_batch_size: Count = of_training(
         1,
         "Sequences of a microbatch on each rank of dp.",
-        modes=TRAINING,
         elsewhere="use batch_size",
         names=("parallelism.pipeline_parallel_microbatch_size",),
     )
-    global_batch_size: Count | None = setting(
+    global_batch_size: Count | None = of_training(
         None,
         "Sequences of a step.",
         unset="micro-batch-size * dp * pp, or twice that if the schedule needs it",
-        modes=TRAINING,
         elsewhere="use batch_size",
         names=("training.global_batch_size",),
     )
-    schedule: Text | None = setting(
+    schedule: Text | None = of_training(
         None,
         "1f1b, gpipe, interleaved, looped-bfs, zb-h1, zb-h2, zbv, v-half, v-min, dualpipe(v), "
         "interlaced, (v-half-)vocab-1, vocab-2, .csv.",
         unset="1f1b; with vpp, interleaved",
-        modes=TRAINING,
         elsewhere="a pipeline runs its microbatches in turn",
         metavar="NAME",
         switches={"use-interlaced-schedule": "interlaced"},
     )
-    microbatch_group_size_per_vp_stage: Count | None = setting(
+    microbatch_group_size_per_vp_stage: Count | None = of_training(
         None,
         "With schedule=interleaved: microbatches that pass through the chunks of a rank"
         " as a group.",
         unset="pp; torchtitan: equal groups of pp or a few more",
-        modes=TRAINING,
         elsewhere="a pipeline rank holds one stage",
         names=("microbatch-group-size-per-virtual-pipeline-stage",),
     )
@@ -77,27 +70,24 @@ class BatchSection:
         unset="by pipeline-split",
         metavar="LIST",
     )
-    pipeline_split: Literal["layers", "compute"] = setting(
+    pipeline_split: Literal["layers", "compute"] = of_training(
         "layers",
         "Without layers-per-stage: equal numbers of layers, or equal compute (nanotron).",
-        modes=TRAINING,
         elsewhere="layers are split evenly",
     )
-    first_stage_less_layers: Number = setting(
+    first_stage_less_layers: Number = of_training(
         0,
         "With pipeline-split=layers: layers that the embedding counts as.",
         idle=(idle_axes("pp"),),
-        modes=TRAINING,
         elsewhere="layers are split evenly",
         habits={"torchtitan": 1},
         names=("parallelism.pipeline_parallel_first_stage_less_layers",),
         switches={"account-for-embedding-in-pipeline-split": 1},
     )
-    last_stage_less_layers: Number = setting(
+    last_stage_less_layers: Number = of_training(
         0,
         "With pipeline-split=layers: layers that the output head counts as.",
         idle=(idle_axes("pp"),),
-        modes=TRAINING,
         elsewhere="layers are split evenly",
         habits={"torchtitan": 1},
         names=("parallelism.pipeline_parallel_last_stage_less_layers",),

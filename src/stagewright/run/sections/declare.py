@@ -215,6 +215,16 @@ def setting(default: _Value, help: str, **declared: Any) -> _Value:
     return field(default=default, metadata={"setting": Setting(help, default, **declared)})
 
 
+def of_training(default: _Value, help: str, **declared: Any) -> _Value:
+    """Declare a field that means something in training alone."""
+    return setting(default, help, modes=TRAINING, **declared)
+
+
+def of_inference(default: _Value, help: str, **declared: Any) -> _Value:
+    """Declare a field that means something in prefill and decode alone."""
+    return setting(default, help, modes=INFERENCE, **declared)
+
+
 def settings_of(section: type, key: str) -> tuple[Setting, ...]:
     """The settings that a section declares, in order; `key` is the section's name in run files."""
     return tuple(

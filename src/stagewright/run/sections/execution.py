@@ -6,12 +6,12 @@ from typing import Literal, Self
 from stagewright.errors import UserError, did_you_mean
 from stagewright.run.sections.declare import (
     DEGREES,
-    INFERENCE,
     Number,
     Seconds,
     Switch,
     Without,
     idle_axes,
+    of_inference,
     setting,
 )
 
@@ -73,11 +73,10 @@ class Execution:
     )
     """Not once for each expert: Megatron-LM's `--moe-token-dispatcher-type flex`. Durations follow
     it; traces have a copy for each expert."""
-    serving_engine: Literal["vllm", "sglang", "trtllm"] | None = setting(
+    serving_engine: Literal["vllm", "sglang", "trtllm"] | None = of_inference(
         None,
         "Serving engine whose kernels run: vLLM, SGLang or TensorRT-LLM.",
         unset="constants for all three",
-        modes=INFERENCE,
     )
     """Constants of an engine's own kernels, where the hardware has any, and what it does within one
     kernel; see `time.engines`."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from stagewright.run.sections.declare import TRAINING, Factor, Switch, Text, Weight, setting
+from stagewright.run.sections.declare import Factor, Switch, Text, Weight, of_training, setting
 
 _NO_LOSS = "there is no loss"
 
@@ -12,25 +12,22 @@ _NO_LOSS = "there is no loss"
 class ExpertSection:
     """The dispatcher, the router and the loads of experts; names are Megatron-LM's."""
 
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = setting(
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = of_training(
         "alltoall",
         "Dispatch tokens to experts by all-to-all, or all-gather all tokens.",
-        modes=TRAINING,
         elsewhere="copies go to their experts",
         words={"flex": "alltoall, and --moe-flex-dispatcher for its time"},
     )
-    moe_apply_probs: Literal["experts", "input", "output"] | None = setting(
+    moe_apply_probs: Literal["experts", "input", "output"] | None = of_training(
         None,
         "Where router weights are multiplied: inside experts, or on their input or output.",
         unset="the model's, else experts",
-        modes=TRAINING,
         elsewhere="gates weigh results where the tokens are",
     )
-    moe_expert_capacity_factor: Factor | None = setting(
+    moe_expert_capacity_factor: Factor | None = of_training(
         None,
         "Drop tokens of an expert beyond this times an even share, on each rank.",
         unset="none dropped",
-        modes=TRAINING,
         elsewhere="no token is dropped",
     )
     moe_pad_expert_input_to_capacity: Switch = setting(
@@ -46,20 +43,18 @@ class ExpertSection:
             "sequence, or the microbatch of all ranks.",
         )
     )
-    moe_aux_loss_coeff: Weight = setting(
+    moe_aux_loss_coeff: Weight = of_training(
         0.0,
         "Coefficient of the load-balancing loss; 0: no loss.",
-        modes=TRAINING,
         elsewhere=_NO_LOSS,
     )
-    moe_z_loss_coeff: Weight = setting(
-        0.0, "Coefficient of the router's z-loss.", modes=TRAINING, elsewhere=_NO_LOSS
+    moe_z_loss_coeff: Weight = of_training(
+        0.0, "Coefficient of the router's z-loss.", elsewhere=_NO_LOSS
     )
-    moe_router_enable_expert_bias: Switch | None = setting(
+    moe_router_enable_expert_bias: Switch | None = of_training(
         None,
         "Balance the load by a bias on each expert's score (aux-loss-free).",
         unset="the model's",
-        modes=TRAINING,
         elsewhere="it is part of the model",
     )
     expert_load: Text | tuple[tuple[Any, ...], ...] | None = setting(

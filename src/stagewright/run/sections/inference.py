@@ -6,15 +6,7 @@ Names are vLLM's where it has one.
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, Literal
 
-from stagewright.run.sections.declare import (
-    INFERENCE,
-    Count,
-    Number,
-    Switch,
-    Text,
-    setting,
-    whole,
-)
+from stagewright.run.sections.declare import Count, Number, Switch, Text, of_inference, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,64 +55,55 @@ class PrefillRanks:
 class InferenceSection:
     """Settings of a step of prefill or decode."""
 
-    batch_size: Count | None = setting(
+    batch_size: Count | None = of_inference(
         None,
         "Requests of a step, over all ranks.",
         unset="dp * pp, or the number of requests",
-        modes=INFERENCE,
     )
-    prompt_length: Count | None = setting(
+    prompt_length: Count | None = of_inference(
         None,
         "Prefill: new tokens of a request. Decode: tokens of a prompt chunk on each "
         "rank of dp (chunked prefill).",
         unset="prefill: the model's longest, at most 8192 or max-model-len; decode: no chunk",
-        modes=INFERENCE,
     )
     """Of a decoder with an encoder, whose prompt is its source, None: the one token that it starts
     with."""
-    context_length: Number | None = setting(
+    context_length: Number | None = of_inference(
         None,
         "Tokens of a request in the KV cache before the step.",
         unset="prefill: 0; decode: one less than the model's longest, 8192 or max-model-len",
-        modes=INFERENCE,
     )
-    output_length: Count | None = setting(
+    output_length: Count | None = of_inference(
         None,
         "Decode: output tokens of a request, which give requests per second.",
         unset="unknown",
-        modes=INFERENCE,
         names=("osl",),
     )
-    source_length: Count | None = setting(
+    source_length: Count | None = of_inference(
         None,
         "Encoder-decoder: encoder tokens of a request.",
         unset="the model's longest, at most 8192",
-        modes=INFERENCE,
     )
-    requests: Text | tuple[Group, ...] | None = setting(
+    requests: Text | tuple[Group, ...] | None = of_inference(
         None,
         "A .csv of requests with columns count, context_length, new_tokens.",
-        modes=INFERENCE,
         metavar="FILE",
     )
-    num_speculative_tokens: Annotated[int, whole(0, 1024)] = setting(
+    num_speculative_tokens: Annotated[int, whole(0, 1024)] = of_inference(
         0,
         "Decode: draft tokens of a request that the step verifies.",
-        modes=INFERENCE,
     )
-    weight_precision: Literal["bf16", "fp8", "int4", "fp4", "nvfp4", "mxfp4"] | None = setting(
+    weight_precision: Literal["bf16", "fp8", "int4", "fp4", "nvfp4", "mxfp4"] | None = of_inference(
         None,
         "Storage of the layers' matrices, with scales; fp8 and nvfp4 also multiply in that format.",
         unset="the checkpoint's quantization_config, else precision",
-        modes=INFERENCE,
         names=("quantization",),
         of_requests=True,
     )
-    kv_cache_dtype: Literal["bf16", "fp8", "fp32"] | None = setting(
+    kv_cache_dtype: Literal["bf16", "fp8", "fp32"] | None = of_inference(
         None,
         "Data type of the KV cache.",
         unset="the checkpoint's quantization_config, else precision",
-        modes=INFERENCE,
         same_words={"auto": None, "bfloat16": "bf16", "fp8_e4m3": "fp8"},
         words={
             "float16": "bf16, which takes the bytes of float16",
@@ -128,41 +111,35 @@ class InferenceSection:
         },
         of_requests=True,
     )
-    kv_cache: Literal["paged", "contiguous"] = setting(
+    kv_cache: Literal["paged", "contiguous"] = of_inference(
         "paged",
         "Layout of the KV cache: blocks, or one area of fixed length per request.",
-        modes=INFERENCE,
         of_requests=True,
     )
-    kv_block_size: Count = setting(
+    kv_block_size: Count = of_inference(
         16,
         "Tokens per block of the paged cache; a request's last block counts as full.",
-        modes=INFERENCE,
         names=("block-size",),
         of_requests=True,
     )
-    max_model_len: Count | None = setting(
+    max_model_len: Count | None = of_inference(
         None,
         "Maximum tokens of a request, context and new ones; size of the area in a "
         "contiguous cache.",
         unset="the longest request",
-        modes=INFERENCE,
     )
-    prefill: Text | PrefillRanks | None = setting(
+    prefill: Text | PrefillRanks | None = of_inference(
         None,
         "Decode: layout of the prefill ranks that send the cache (disaggregated "
         "serving), such as tp=4,pp=2.",
-        modes=INFERENCE,
         metavar="SETTINGS",
     )
-    num_redundant_experts: Number = setting(
+    num_redundant_experts: Number = of_inference(
         0,
         "Replicas of experts (EPLB), which share the load or make ep divide the experts.",
-        modes=INFERENCE,
     )
-    mla: Literal["naive", "absorb"] | None = setting(
+    mla: Literal["naive", "absorb"] | None = of_inference(
         None,
         "Latent attention: expand keys and values from latents, or attend to latents.",
         unset="prefill: naive, decode: absorb",
-        modes=INFERENCE,
     )

@@ -6,11 +6,11 @@ from typing import Literal
 from stagewright.run.sections.declare import (
     BYTES,
     NO_BACKWARD,
-    TRAINING,
     Count,
     Share,
     Switch,
     Text,
+    of_training,
     setting,
 )
 
@@ -19,48 +19,43 @@ from stagewright.run.sections.declare import (
 class MemorySection:
     """Recomputation and offload."""
 
-    recompute: Literal["none", "selective", "full"] = setting(
+    recompute: Literal["none", "selective", "full"] = of_training(
         "none",
         "Activations that the backward pass recomputes.",
-        modes=TRAINING,
         elsewhere=NO_BACKWARD,
         names=("recompute-granularity",),
         switches={"recompute-activations": "selective"},
     )
-    recompute_modules: tuple[Literal["core_attn", "norm", "activation"], ...] = setting(
+    recompute_modules: tuple[Literal["core_attn", "norm", "activation"], ...] = of_training(
         ("core_attn",),
         "With recompute=selective: modules that are recomputed.",
-        modes=TRAINING,
         elsewhere=NO_BACKWARD,
         needs={"recompute": ("selective",)},
         metavar="LIST",
     )
-    recompute_num_layers: Count | None = setting(
+    recompute_num_layers: Count | None = of_training(
         None,
         "With recompute=full: number of layers of each virtual stage that are "
         "recomputed, the first ones.",
         unset="all",
-        modes=TRAINING,
         elsewhere=NO_BACKWARD,
         needs={"recompute": ("full",)},
     )
     recompute_save: (
         tuple[Literal["qkv_proj", "context", "out_proj", "mlpwi", "mlpwo"], ...] | None
-    ) = setting(
+    ) = of_training(
         None,
         "With recompute=full: results that are saved for backward, by MaxText's names.",
         unset="none",
-        modes=TRAINING,
         elsewhere=NO_BACKWARD,
         needs={"recompute": ("full",)},
         metavar="LIST",
     )
     """`qkv_proj`: what attention reads; `context`: its result; `out_proj`: its output projection's;
     `mlpwi`: the first products' of the MLP or the experts; `mlpwo`: the last one's."""
-    recompute_save_on_host: Switch = setting(
+    recompute_save_on_host: Switch = of_training(
         False,
         "Hold the results of recompute-save in host memory.",
-        modes=TRAINING,
         elsewhere=NO_BACKWARD,
         needs={"recompute": ("full",)},
     )

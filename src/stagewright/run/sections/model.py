@@ -3,14 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from stagewright.run.sections.declare import (
-    TRAINING,
-    Count,
-    Factor,
-    Text,
-    setting,
-    whole,
-)
+from stagewright.run.sections.declare import Count, Factor, Text, of_training, setting, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +35,14 @@ class ModelSection:
         "Pad the vocabulary to a multiple of this times tp.",
         of_requests=True,
     )
-    mtp_num_layers: Annotated[int, whole(0, 16)] | None = setting(
+    mtp_num_layers: Annotated[int, whole(0, 16)] | None = of_training(
         None,
         "Multi-token prediction layers, each of which predicts one more token.",
         unset="the model's",
-        modes=TRAINING,
         elsewhere="drafts are num_speculative_tokens",
     )
-    mtp_loss_scaling_factor: Factor = setting(
+    mtp_loss_scaling_factor: Factor = of_training(
         0.1,
         "Weight of the mean loss of multi-token prediction layers.",
-        modes=TRAINING,
         elsewhere="there is no loss",
     )

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from stagewright.run.sections.declare import (
-    INFERENCE,
-    TRAINING,
     WHOLE_WEIGHTS,
     Count,
     Switch,
     Text,
     idle_axes,
+    of_inference,
+    of_training,
     setting,
     whole,
 )
@@ -54,11 +54,10 @@ class ParallelismSection:
         ),
         short="-pp",
     )
-    dcp: Count | None = setting(
+    dcp: Count | None = of_inference(
         None,
         "Inference: ranks of cp and tp that shard the KV cache of a request by token.",
         unset="cp",
-        modes=INFERENCE,
         names=("decode-context-parallel-size",),
         short="-dcp",
     )
@@ -75,43 +74,38 @@ class ParallelismSection:
         unset="tp; in inference with ep, 1",
         names=("expert-tensor-parallel-size", "parallelism.expert_tensor_parallel_degree"),
     )
-    vpp: Count = setting(
+    vpp: Count = of_training(
         1,
         "Virtual pipeline stages of each pipeline rank.",
-        modes=TRAINING,
         elsewhere="a pipeline rank holds one stage",
         names=("num-virtual-stages-per-pipeline-rank",),
     )
-    dp_shard: Count | None = setting(
+    dp_shard: Count | None = of_training(
         None,
         "Ranks of dp that share one copy of the sharded state (HSDP).",
         unset="all of dp",
-        modes=TRAINING,
         elsewhere=WHOLE_WEIGHTS,
     )
-    zero: Annotated[int, whole(0, 3)] = setting(
+    zero: Annotated[int, whole(0, 3)] = of_training(
         0,
         "Sharded over dp: 1 optimizer states, 2 also gradients, 3 also parameters (FSDP).",
         idle=(idle_axes("dp", "cp"),),
-        modes=TRAINING,
         elsewhere=WHOLE_WEIGHTS,
         names=("zero-stage",),
         switches={"use-distributed-optimizer": 1, "use-megatron-fsdp": 3, "use-torch-fsdp2": 3},
     )
-    reshard_after_forward: Switch = setting(
+    reshard_after_forward: Switch = of_training(
         True,
         "With zero=3: free gathered parameters after forward, gather them again in backward.",
-        modes=TRAINING,
         elsewhere=WHOLE_WEIGHTS,
     )
     sequence_parallel: Switch = setting(
         False, "Split norms and dropout over tp, along the sequence.", idle=(idle_axes("tp"),)
     )
-    cp_comm_type: Literal["p2p", "all_gather", "a2a"] = setting(
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] = of_training(
         "p2p",
         "Attention over other ranks' tokens: a ring (p2p), all-gathered K and V, or Ulysses (a2a).",
         idle=(idle_axes("cp"),),
-        modes=TRAINING,
         elsewhere="keys and values of new tokens are gathered",
         habits={"torchtitan": "all_gather"},
     )
