@@ -6,7 +6,7 @@ import math
 
 from stagewright.errors import divisors, either
 from stagewright.model.config import ModelConfig
-from stagewright.run.rule import Errors, Rule, nearest, not_divided, rule
+from stagewright.run.rule import Errors, RunRule, nearest, not_divided, rule
 from stagewright.run.sections import SETTINGS
 from stagewright.run.settings import Run
 
@@ -14,15 +14,15 @@ _EXPERTS = tuple(of.name for of in SETTINGS.values() if of.section == "experts")
 _SEQUENCE = ("seq_length", "cp", "tp", "sequence_parallel", "cp_comm_type")
 
 
-def rules_of_model(model: ModelConfig, whose: str = "") -> tuple[Rule, ...]:
+def rules_of_model(model: ModelConfig, whose: str = "") -> tuple[RunRule, ...]:
     """Degrees divide what they split of a model, and nothing routes tokens without experts.
 
     `whose` stands before what the rules ask for; their runs are checked against `model` whatever
     model they are given.
     """
 
-    def bound(of: Rule) -> Rule:
-        return Rule(whose + of.name, of.reads, lambda run, _: of.errors(run, model))
+    def bound(of: RunRule) -> RunRule:
+        return RunRule(whose + of.name, of.reads, lambda run, _: of.errors(run, model))
 
     experts = (_experts, _routing) if model.num_experts else (_dense,)
     return tuple(map(bound, (_heads, _state_heads, *experts)))

@@ -36,7 +36,7 @@ Errors = Iterator[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class RunRule:
     """A requirement of runs: a search checks it once for all runs with the same settings there."""
 
     name: str
@@ -51,9 +51,9 @@ class Rule:
             raise UserError(error)
 
 
-def rule(name: str, *reads: str) -> Callable[[Callable[[Run, ModelConfig], Errors]], Rule]:
+def rule(name: str, *reads: str) -> Callable[[Callable[[Run, ModelConfig], Errors]], RunRule]:
     """Make a rule of a generator of errors."""
-    return lambda errors: Rule(name, reads, errors)
+    return lambda errors: RunRule(name, reads, errors)
 
 
 def not_divided(

@@ -1,8 +1,8 @@
 """Checks of a run: errors say what to change where it contradicts itself or its model.
 
 Modes and needs of settings are declared with them, in `sections`. What the model allows:
-`model_rules`; training: `training_rules`; inference: `serving_rules`. Each rule (`rule.Rule`) names
-the settings that it reads: a search checks many runs by their distinct tuples of these.
+`model_rules`; training: `training_rules`; inference: `serving_rules`. Each rule names the settings
+that it reads: a search checks many runs by their distinct tuples of these.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 from stagewright.model.config import ModelConfig
 from stagewright.run.model_rules import decoder_sequence, images, rules_of_model
 from stagewright.run.requests import read_bytes
-from stagewright.run.rule import EACH, Errors, Rule, rule
+from stagewright.run.rule import EACH, Errors, RunRule, rule
 from stagewright.run.sections import SETTINGS
 from stagewright.run.sections.declare import (
     BYTES,
@@ -35,7 +35,7 @@ def check(run: Run, model: ModelConfig) -> None:
         each.check(run, model)
 
 
-def rules(mode: str, model: ModelConfig) -> tuple[Rule, ...]:
+def rules(mode: str, model: ModelConfig) -> tuple[RunRule, ...]:
     """All rules of a run of a mode, in order; the model has the run's overrides.
 
     Each is of a run as `Run.unresolved` makes it.
@@ -92,7 +92,7 @@ def _needs(setting: Setting, run: Run, model: ModelConfig) -> Errors:
 
 
 _NEEDS = tuple(
-    Rule(f"{of.name} has what it needs", (of.name, *of.needs), partial(_needs, of))
+    RunRule(f"{of.name} has what it needs", (of.name, *of.needs), partial(_needs, of))
     for of in SETTINGS.values()
     if of.needs
 )
