@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from helpers import pairs, some
+from helpers import cases, pairs, some
 from invariants import check as check_program
 from spmd import BELOW, random_values, single
 from spmd import check as same_as_one_device
@@ -365,21 +365,7 @@ def test_flops_of_an_encoder_and_a_decoder() -> None:
     assert int(t.flops[core].sum()) == layers * 4 * inner * pairs
 
 
-@pytest.mark.parametrize(
-    ("settings", "wanted"),
-    [
-        (
-            {"model": "t5-base", "cp": 2, "decoder_seq_length": 6},
-            "decoder_seq_length=6 is not divisible by 2 x cp=4",
-        ),
-        ({"model": "gpt2", "decoder_seq_length": 8}, "gpt2 has no encoder; use seq_length"),
-        (
-            {"model": "t5-base", "tp": 4, "sequence_parallel": True, "decoder_seq_length": 6},
-            "decoder_seq_length=6 is not divisible by tp=4",
-        ),
-    ],
-    ids=str,
-)
+@cases
 def test_encoder_decoder_is_refused(settings: dict[str, Any], wanted: str) -> None:
     with pytest.raises(UserError, match=wanted):
         sw.compile(Run(**settings))

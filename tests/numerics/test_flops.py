@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from helpers import cases
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
@@ -103,31 +104,7 @@ UNFUSED = {"flash_attention": False}
 SP = {"sequence_parallel": True}
 
 
-@pytest.mark.parametrize(
-    ("model", "split"),
-    [
-        (LLAMA, {"tp": 2}),
-        (LLAMA, {"tp": 8, **SP}),
-        (LLAMA, {"tp": 4, **SP, **UNFUSED}),
-        (LLAMA, {"dp": 8}),
-        (LLAMA, {"pp": 4}),
-        (LLAMA, {"pp": 2, "vpp": 2, "dp": 2}),
-        (LLAMA, {"dp": 2, "micro_batch_size": 4, "zero": 3, "tp": 2}),
-        (LLAMA, {"cp": 4}),
-        (LLAMA, {"cp": 4, **UNFUSED}),
-        (LLAMA, {"cp": 2, "tp": 4, "cp_comm_type": "a2a", **SP}),
-        (LLAMA, {"cp": 2, "tp": 4, "cp_comm_type": "a2a", **UNFUSED}),
-        (LLAMA, {"cp": 2, "tp": 2, "cp_comm_type": "all_gather", "pp": 2, "dp": 2}),
-        (LLAMA, {"tp": 2, "precision": "fp8", "dp": 2}),
-        (GPT, {"tp": 4, "pp": 2, **SP}),
-        (GPT, {"tp": 2, "cp": 2, "pp": 2, "dp": 2, "zero": 2, **UNFUSED}),
-        (GPT, {"pp": 3, "schedule": "gpipe"}),
-        (GEMMA, {"tp": 4, "dp": 2, "pp": 2, "zero": 1}),
-        (GEMMA, {"tp": 2, "cp": 2, **UNFUSED}),
-        (PALM, {"dp": 4, "cp": 2}),
-    ],
-    ids=lambda s: Run(**({"model": "-"} | s)).describe(),
-)
+@cases
 def test_sum_over_ranks_is_the_work_of_one(model: dict[str, Any], split: dict[str, Any]) -> None:
     alone = {k: v for k, v in split.items() if k in ("flash_attention", "precision")}
     assert products(**model, **split) == products(**model, **alone)
@@ -151,20 +128,7 @@ def test_copies_of_key_value_heads(
     assert split["backward"] - alone["backward"] == 2 * extra
 
 
-@pytest.mark.parametrize(
-    ("model", "split"),
-    [
-        (LLAMA, {"tp": 16, **SP}),
-        (LLAMA, {"tp": 8, "cp": 4, "cp_comm_type": "a2a", **SP}),
-        (GEMMA, {"tp": 8, **SP, **UNFUSED}),
-        (PALM, {"tp": 4}),
-        (PALM, {"tp": 4, **UNFUSED}),
-        (PALM, {"tp": 4, **SP}),
-        (PALM, {"tp": 4, **SP, **UNFUSED}),
-        (PALM, {"cp": 4, "cp_comm_type": "a2a"}),
-    ],
-    ids=lambda s: Run(**({"model": "-"} | s)).describe(),
-)
+@cases
 def test_attention_is_never_done_twice(model: dict[str, Any], split: dict[str, Any]) -> None:
     """Scores and what follows from them; a projection may be, where ranks share a head."""
     found = []

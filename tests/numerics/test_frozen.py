@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers import cases
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
@@ -226,40 +227,7 @@ def test_blocks_differ_in_what_trains() -> None:
 # ---- errors --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"freeze": ("*",)}, "no parameter of llama3-8b trains"),
-        ({"freeze": ("layer7.wq",)}, "freeze: llama3-8b has no 'layer7.wq'"),
-        ({"trainable": ("layer0.wx",)}, "trainable: llama3-8b has no 'layer0.wx'"),
-        (
-            {"lora_rank": 8, "lora_target_modules": ("qproj",)},
-            "lora_target_modules: llama3-8b has no 'qproj'; did you mean 'q_proj'",
-        ),
-        (
-            {"lora_rank": 8, "lora_target_modules": ("q_proj", "linear_qkv")},
-            "wq is part of q_proj and of linear_qkv",
-        ),
-        ({"lora_rank": 6, "tp": 4}, "tp=4 does not divide lora_rank=6"),
-        ({"lora_alpha": 16.0}, "lora_alpha is about adapters"),
-        ({"quantize_base": "nf4"}, "quantize_base=nf4 is about frozen matrices"),
-        (
-            {"quantize_base": "nf4", "lora_rank": 8, "precision": "fp8"},
-            "quantize_base=nf4 needs precision=bf16, got fp8",
-        ),
-        (
-            {
-                "quantize_base": "fp8",
-                "lora_rank": 8,
-                "precision": "fp8",
-                "fp8_recipe": "mxfp8",
-            },
-            "fp8_recipe=mxfp8 multiplies blocks",
-        ),
-        ({"lora_rank": 8, "model": "zamba2-7b", "layers": None}, "share weights"),
-    ],
-    ids=str,
-)
+@cases
 def test_what_cannot_train_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         compiled(**settings)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from helpers import some
+from helpers import cases, some
 from invariants import check as check_program
 from spmd import check as same_as_one_device
 from spmd import random_values, single
@@ -116,15 +116,7 @@ def test_flops_of_a_vision_transformer() -> None:
     assert np.isclose(forward, 2 * 17.56e9, rtol=0.01)
 
 
-@pytest.mark.parametrize(
-    ("settings", "wanted"),
-    [
-        ({"model": "vit-b-16", "seq_length": 128}, "seq_length=128 is not the 197 positions"),
-        ({"model": "llava-1.5-7b", "seq_length": 500}, "has no room for text behind the 576"),
-        ({"model": "llava-1.5-7b", "tp": 8, "sequence_parallel": True}, "does not divide the 577"),
-    ],
-    ids=str,
-)
+@cases
 def test_refuses(settings: dict[str, Any], wanted: str) -> None:
     with pytest.raises(UserError, match=wanted):
         sw.compile(Run(**settings))

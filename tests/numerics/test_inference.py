@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stagewright as sw
-from helpers import EXAMPLES, some, times
+from helpers import EXAMPLES, cases, times
 from stagewright.check.program import check_program
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
@@ -601,20 +601,7 @@ def peak(**fields: Any) -> int:
     return max(c.memory["peak"] for c in run(**fields).program.classes)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    some(
-        [
-            {"tp": 8, **DECODE},
-            {"tp": 4, "pp": 2, "dp": 2, "batch_size": 6, **DECODE},
-            {"tp": 8, **PREFILL},
-            {"tp": 8, "kv_cache": "contiguous", **DECODE},
-            {"tp": 8, "kv_cache_dtype": "fp8", "num_speculative_tokens": 2, **DECODE},
-            {"tp": 8, "cp": 2, **DECODE},
-        ]
-    ),
-    ids=lambda f: Run(model="m", **f).describe(),
-)
+@cases
 def test_one_more_does_not_fit(fields: dict[str, Any]) -> None:
     found = capacity(device_memory="80e9", **fields)
     dp = fields.get("dp", 1)
@@ -732,19 +719,7 @@ def test_what_is_no_file(raw: bytes | None, tmp_path: Path) -> None:
         run(mode="decode", requests=str(path))
 
 
-@pytest.mark.parametrize(
-    ("rows", "wanted"),
-    [
-        ([], "requests: has no requests; wanted at least one row"),
-        ([5], "requests, row 1: got 5, wanted such as context_length: 4096"),
-        (
-            [{"context": 5}],
-            "requests, row 1: unknown key 'context'; wanted count, context_length or new_tokens",
-        ),
-        ([{}, {"count": True}], "requests, row 2: count is True, wanted a whole number"),
-        ([{"count": 0}], "requests, row 1: count is 0, wanted a number from 1 to 2147483648"),
-    ],
-)
+@cases
 def test_hostile_rows(rows: list[Any], wanted: str) -> None:
     with pytest.raises(UserError) as info:
         run(mode="decode", requests=rows)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers import cases
 from stagewright.lower.compile import compile
 from stagewright.program.columns import PHASES, TaskKind, Tasks
 from stagewright.run.settings import Run
@@ -131,18 +132,7 @@ def test_look_up_touches_rows_not_the_table() -> None:
 # ---- buckets -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "split",
-    [
-        {"dp": 4},
-        {"dp": 4, "zero": 1},
-        {"dp": 4, "zero": 2},
-        {"dp": 4, "zero": 3, "tp": 2},
-        {"dp": 4, "zero": 3, "dp_shard": 2, "cp": 2},
-        {"dp": 2, "tp": 2, **SP, "grad_reduce": "microbatch"},
-    ],
-    ids=str,
-)
+@cases
 @pytest.mark.parametrize("model", [LLAMA, GPT], ids=lambda m: m["model"])
 def test_buckets_carry_the_same_bytes(model: dict[str, Any], split: dict[str, Any]) -> None:
     volumes: list[Counter[tuple[Any, ...]]] = []
@@ -193,14 +183,7 @@ def test_data_parallel_volume(
     assert found == wanted
 
 
-@pytest.mark.parametrize(
-    ("model", "zero", "times"),
-    [
-        *((m, zero, 1) for m in (LLAMA, GPT, GEMMA, BERT, FALCON) for zero in (0, 1)),
-        *((LLAMA, zero, 2) for zero in (2, 3)),
-        *((GPT, zero, 2) for zero in (2, 3)),
-    ],
-)
+@cases
 def test_every_gradient_is_reduced(model: dict[str, Any], zero: int, times: int) -> None:
     """In fp32, once per step, or with ZeRO-2 and 3 once for each of the two microbatches."""
     compiled = compile(Run(**model, dp=4, zero=zero, global_batch_size=8))
@@ -357,15 +340,7 @@ def test_shapes_are_those_of_one_rank() -> None:
     assert shape(t, "core") == f"attention {core}"
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        LLAMA | {"flash_attention": False, "tp": 2},
-        GEMMA | {"seq_length": 8192},
-        {"model": "deepseek-v3", "layers": 4, "seq_length": 64, "dp": 8, "ep": 8},
-    ],
-    ids=str,
-)
+@cases
 def test_shapes_explain_the_flops(run: dict[str, Any]) -> None:
     t = tasks(**run)
     seen = Counter[str]()

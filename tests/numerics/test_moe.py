@@ -165,18 +165,8 @@ def test_a_sharded_layer_computes_what_one_device_does(model: str, name: str) ->
     sharded(model, RUNS[name]).check()
 
 
-ABSORBED = [
-    "one rank",
-    "ep over dp and cp",
-    "ep over cp",
-    "tp + sp + cp, zero 1",
-    "ulysses, etp 1, zero 1",
-    "zero 3, tp + sp",
-]
-
-
 @pytest.mark.parametrize("flash", [True, False])
-@pytest.mark.parametrize("name", ABSORBED)
+@cases
 def test_latent_attention_may_work_in_the_space_of_the_latents(name: str, flash: bool) -> None:
     """The same results and gradients, whichever side w_uk and w_uv are multiplied on."""
     form = {"absorb": True, "flash_attention": flash}

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 import stagewright as sw
-from helpers import pairs, times
+from helpers import cases, pairs, times
 from spmd import PLAIN, RandomLayouts, Spmd, case, check, single
 from stagewright.algebra.layout import Mesh
 from stagewright.blocks import Recipe
@@ -205,18 +205,7 @@ def test_a_dropout_mask_is_drawn_alike_again() -> None:
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"activation_gather": "keep"},
-        {"activation_gather": "keep", "tp": 2, "sequence_parallel": True},
-        {"framework": "torchtitan"},
-        {"framework": "torchtitan", "precision": "fp32"},
-        {"framework": "torchtitan", "params_dtype": "bf16"},
-    ],
-    ids=str,
-)
+@cases
 def test_weights_are_gathered_again_whatever_is_done_with_activations(
     settings: dict[str, Any], reshard: bool
 ):

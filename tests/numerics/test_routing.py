@@ -128,16 +128,7 @@ def test_classes_follow_the_load(
     check_invariants(program, seeds=(0,))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"dp": 4, "ep": 2},
-        {"tp": 2, "dp": 2, "ep": 2, "zero": 1, **SP},
-        {"cp": 2, "dp": 2, "ep": 4, "pp": 2},
-        {"dp": 2, "ep": 2, "moe_token_dispatcher_type": "allgather", "recompute": "full"},
-        {"dp": 4, "ep": 4, "moe_expert_capacity_factor": 2.0},
-    ],
-)
+@cases
 def test_an_even_load_is_none(run: Any, settings: dict[str, Any]) -> None:
     """A file in which all experts get as many gives the same program, column by column."""
     one, two = run([7, 7, 7, 7], **settings).program, run(None, **settings).program
@@ -152,14 +143,7 @@ def test_an_even_load_is_none(run: Any, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("fuse", [True, False])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"tp": 2, "dp": 2, "ep": 2, "zero": 1, **SP},
-        {"cp": 2, "dp": 2, "ep": 4},
-        {"dp": 2, "ep": 2, "pp": 2, "moe_token_dispatcher_type": "allgather", "recompute": "full"},
-    ],
-)
+@cases
 def test_work_and_memory_grow_with_rows(settings: dict[str, Any], fuse: bool) -> None:
     """What is added up for each row is what a program has in which all have so many rows."""
     asked = Run(model="moe", seq_length=16, fuse=fuse, **settings).resolved(MOE)
@@ -236,17 +220,7 @@ def test_capacity(
 # ---- files ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("a.csv", "3,1,4,0\n"),
-        ("b.csv", "# tokens of each expert\n\n 3, 1 ,4,0\n3,1,4,0\n"),
-        ("c.json", "[3, 1, 4, 0]"),
-        ("d.json", "[[0.375, 0.125, 0.5, 0], [30, 10, 40, 0]]"),
-        ("e.json", '{"0": [3, 1, 4, 0], "1": [3e9, 1e9, 4e9, 0]}'),
-        ("f.txt", "\ufeff3e2,1e2,4e2,0"),
-    ],
-)
+@cases
 def test_files(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     compiled = compile(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from helpers import pairs, some
+from helpers import cases
 from invariants import check as check_program
 from stagewright.errors import UserError
 from stagewright.lower.parameters import parameters
@@ -94,14 +94,7 @@ def test_only_stages_with_a_copy_take_part() -> None:
     assert not any("shared" in name for name in t.names if name in {t.names[i] for i in t.name})
 
 
-@pytest.mark.parametrize(
-    ("model", "settings"),
-    pairs(
-        ["zamba2-1.2b", "gpt2"],
-        [{}, {"grad_reduce": "microbatch"}, {"zero": 2}, {"zero": 3}],
-    ),
-    ids=str,
-)
+@cases
 def test_stages_of_a_rank_add_to_one_gradient(model: str, settings: dict[str, Any]) -> None:
     """Two stages of a rank have a copy: what each finds is added up in every microbatch, and once
     reduced where it is so in each."""
@@ -164,18 +157,7 @@ def test_collectives_of_a_layer(model: str, adapters: int) -> None:
 # ---- work ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("model", "settings"),
-    some(
-        [
-            ("zamba2-1.2b", {"tp": 2}),
-            ("zamba2-1.2b", {"dp": 2, "zero": 3}),
-            ("zamba2-2.7b", {}),
-            ("zamba2-2.7b", {"pp": 3}),
-        ]
-    ),
-    ids=str,
-)
+@cases
 def test_flops(model: str, settings: dict[str, Any]) -> None:
     """Products with weights, shared ones once for each layer that has them: 2, 4 backward."""
     length, batch = 512, 3 if "pp" in settings else settings.get("dp", 1)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers import some
+from helpers import cases, some
 from invariants import check as check_program
 from stagewright.errors import UserError
 from stagewright.graph.node import Graph
@@ -143,39 +143,7 @@ def test_sums_of_squares_where_ranks_share_a_group() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("settings", "wanted"),
-    [
-        ({"model": "nemotron-h-8b", "tp": 16}, None),
-        ({"model": "mamba2-2.7b", "tp": 16}, None),
-        (
-            {"model": "mamba2-2.7b", "tp": 32},
-            "tp=32 does not divide the 80 heads of the state layers of mamba2-2.7b; "
-            "use 1, 2, 4, 5, 8, 10, 16, 20, 40 or 80",
-        ),
-        (
-            {"model": "nemotron-h-8b", "tp": 8, "cp": 32},
-            "cp=32 does not divide the 16 heads of a rank in the state layers of nemotron-h-8b "
-            "(tp=8), which has whole sequences of fewer heads there; use 1, 2, 4, 8 or 16",
-        ),
-        (
-            {"model": "mamba-2.8b", "tp": 3},
-            "tp=3 does not divide the 5120 channels of the state layers of mamba-2.8b; "
-            "use 1, 2, 4, 5, 8, 10, 16, 20, 32, 40, 64 or 80",
-        ),
-        ({"model": "mamba-2.8b", "mode": "decode"}, None),
-        (
-            {"model": "jamba-v0.1", "mode": "decode", "num_speculative_tokens": 2},
-            "a decode step of jamba-v0.1, whose layers carry a state, has one new token of each "
-            "request; use no prompt_length, num_speculative_tokens or new_tokens, or mode=prefill",
-        ),
-        (
-            {"model": "jamba-v0.1", "mode": "decode", "prefill": "tp=2"},
-            "prefill sends keys and values, but layers of jamba-v0.1 keep states; drop it",
-        ),
-    ],
-    ids=str,
-)
+@cases
 def test_what_can_be_split(settings: dict[str, Any], wanted: str | None) -> None:
     run = Run(**settings)
     if wanted is None:

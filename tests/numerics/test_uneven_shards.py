@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import invariants
+from helpers import cases
 from stagewright.lower.compile import compile
 from stagewright.model.config import ModelConfig
 from stagewright.program.columns import Program, TaskKind
@@ -26,17 +27,7 @@ def states(program: Program) -> int:
     return sum(len(of.ranks) * of.memory["optimizer"] for of in program.classes)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"dp": 8},
-        {"dp": 6, "clip_grad": True},
-        {"dp": 16, "ep": 2},
-        {"dp": 12, "dp_shard": 6},
-        {"dp": 6, "pp": 2},
-    ],
-    ids=str,
-)
+@cases
 def test_ranks_hold_every_state_once(settings):
     run = run_of(**settings)
     compiled = compile(run, MODEL)

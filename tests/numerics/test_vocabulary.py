@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import invariants
+from helpers import cases
 from spmd import PLAIN, TINY, check, dims, random_values, single
 from stagewright import blocks as model_blocks
 from stagewright.graph.shard import shard
@@ -150,18 +151,7 @@ def run_of(**settings) -> Run:
     return Run(**(several | {"global_batch_size": 6 * settings.get("dp", 1)} | settings))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"pp": 2},
-        {"pp": 4},
-        {"pp": 3, "layers_per_stage": (1, 2, 1), "streams": "separate"},
-        {"pp": 2, "tp": 2, "sequence_parallel": True, "dp": 2, "zero": 1},
-        {"pp": 2, "dp": 2, "zero": 3, "recompute": "full", "order": "tp-cp-ep-pp-dp"},
-        {"pp": 2, "cp": 2, "global_batch_size": 1},
-    ],
-    ids=str,
-)
+@cases
 @pytest.mark.parametrize(
     ("schedule", "position"),
     [("interlaced", "learned"), ("vocab-1", "rope"), ("vocab-2", "learned")],

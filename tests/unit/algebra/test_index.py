@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers import cases
 from stagewright.algebra.index import bind, layout_of, parse, show, splits
 from stagewright.algebra.size import size
 
@@ -123,14 +124,7 @@ def test_splits(text: str, ins: list[str], expect: dict[str, str], out: str) -> 
     assert layout_of(spec.out, found) == axes(out)
 
 
-@pytest.mark.parametrize(
-    ("text", "ins", "message"),
-    [
-        ("bsm,mf->bsf", ["-,-,tp", "cp,-"], "'m' is split by .*tp.* and by .*cp.*reshard"),
-        (GQA, ["-,-,rep,-", "-,-,kv,-"], "'g' is split by .*kv"),
-        (GQA, ["-,-,rep kv,-", "-,-,kv,-"], "'g' is split by .*kv"),
-    ],
-)
+@cases
 def test_splits_disagree(text: str, ins: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         splits(parse(text), [axes(t) for t in ins])

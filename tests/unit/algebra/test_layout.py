@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import times
+from helpers import cases, times
 from spmd import Coords, Spmd
 from stagewright.algebra.layout import (
     Layout,
@@ -96,25 +96,13 @@ def test_an_axis_does_one_thing(dims: Any, partial: str) -> None:
 
 # ---- transitions ---------------------------------------------------------------------------------
 
-NINE_CELLS: list[tuple[int | str | None, int | str | None, str | None]] = [
-    (None, None, None),
-    (None, 0, "slice"),
-    (None, "sum", "never"),
-    (0, None, "all_gather"),
-    (0, 1, "all_to_all"),
-    (0, "sum", "never"),
-    ("sum", None, "all_reduce"),
-    ("sum", 0, "reduce_scatter"),
-    ("sum", "sum", None),
-]
-
 
 def with_axis(role: int | str | None) -> Layout:
     dims = tuple(("a",) if role == i else () for i in range(2))
     return Layout(dims, frozenset({"a"} if role == "sum" else ()))
 
 
-@pytest.mark.parametrize(("src", "dst", "kind"), NINE_CELLS)
+@cases
 def test_nine_cells(src: int | str | None, dst: int | str | None, kind: str | None) -> None:
     have, to = with_axis(src), with_axis(dst)
     if kind == "never":
@@ -132,18 +120,6 @@ def test_staying_in_a_dim_moves_nothing() -> None:
     assert moves(split("a b", "c"), split("a b", "c")) == ()
 
 
-TRANSITIONS = [
-    ("sums go straight into their place", "@a b", "b a,", ["reduce_scatter[b+a]"]),
-    ("joint sums are one collective", "@a b", ",", ["all_reduce[a+b]"]),
-    ("joint gathers are one collective", "a b,", ",", ["all_gather[a+b]"]),
-    ("joint slices are one", ",", ",a b", ["slice[a+b]"]),
-    ("the innermost moves", "a b,", "a,b", ["all_to_all[b]"]),
-    ("what shrinks goes first", "a,@b", ",b", ["reduce_scatter[b]", "all_gather[a]"]),
-    ("an outer axis takes the inner one with it", "a b,", "b,", ["all_gather[a+b]", "slice[b]"]),
-    ("different dims are different collectives", "a,b", ",", ["all_gather[a]", "all_gather[b]"]),
-]
-
-
 def read(text: str) -> Layout:
     """`"a b,c@d"`: a and b split the first dim, c the second, d is a partial sum."""
     dims, _, partial = text.partition("@")
@@ -151,9 +127,9 @@ def read(text: str) -> Layout:
     return Layout((tuple(first.split()), tuple(second.split())), frozenset(partial.split()))
 
 
-@pytest.mark.parametrize(("what", "have", "to", "expect"), TRANSITIONS, ids=lambda x: str(x))
-def test_transitions(what: str, have: str, to: str, expect: list[str]) -> None:
-    assert [str(s) for s in moves(read(have), read(to))] == expect, what
+@cases
+def test_transitions(what: str, have: str, to: str, expect: tuple[str, ...]) -> None:
+    assert tuple(map(str, moves(read(have), read(to)))) == expect, what
 
 
 def test_a_maximum_stays_one_until_it_is_reduced() -> None:

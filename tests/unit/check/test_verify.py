@@ -39,7 +39,7 @@ from handmade import (
     simple,
 )
 from hang_search import search
-from helpers import times
+from helpers import cases, times
 from stagewright.check.files.findings import Findings
 from stagewright.check.files.groups import read_groups
 from stagewright.check.files.world import World as CheckedWorld
@@ -55,20 +55,6 @@ pytestmark = pytest.mark.numerics  # whole traces are written, damaged and verif
 
 TOY: dict[str, Any] = {"model": "gpt2", "layers": 4, "seq_length": 16, "vocab": 64}
 
-GRID: list[dict[str, Any]] = [
-    {},
-    {"tp": 2, "sequence_parallel": True},
-    {"dp": 4, "zero": 3, "global_batch_size": 8},
-    {"tp": 2, "pp": 2, "dp": 2, "global_batch_size": 8},
-    {"pp": 4, "global_batch_size": 8, "schedule": "gpipe"},
-    {"pp": 2, "vpp": 2, "tp": 2, "global_batch_size": 4},
-    {"cp": 4, "tp": 2, "pp": 2},
-    {"cp": 2, "dp": 2, "cp_comm_type": "a2a", "zero": 2},
-    {"cp": 2, "tp": 2, "cp_comm_type": "all_gather", "dp": 2, "order": "pp-dp-ep-cp-tp"},
-    {"dp": 4, "dp_shard": 2, "zero": 3, "tp": 2},
-    {"tp": 4, "pp": 4, "dp": 8, "global_batch_size": 32},
-]
-
 
 def codes(report: Report, level: str = "error") -> list[str]:
     return [found.code for found in report.of(level)]
@@ -78,7 +64,7 @@ def codes(report: Report, level: str = "error") -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", GRID, ids=lambda run: Run(**TOY | run).describe())
+@cases
 def test_our_own_traces_are_sound(run: dict[str, Any], tmp_path: Path):
     out = tmp_path / "out"
     stagewright.generate(compile(Run(**TOY | run)), str(out))

@@ -340,17 +340,7 @@ def test_wrong_input_is_one_line(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["show", "lama3.1-70b"],
-        ["show", "no/such/config.json"],
-        ["generate", "gpt2", "-o", "x", "--format", "chakr"],
-        ["generate", "gpt2", "-o", "no/such/parent"],
-        ["show", "gpt2", "--schedule", "none.csv"],
-    ],
-    ids=str,
-)
+@cases
 def test_wrong_input_that_others_find_is_one_line_too(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ):
@@ -465,20 +455,7 @@ def test_importing_the_package_is_light():
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize(
-    "line",
-    [
-        ("models",),
-        ("hardware",),
-        ("show", "llama3.1-70b", "--tp", "8", "--pp", "4", "--dp", "2", "--zero", "1"),
-        ("show", "deepseek-v3", "--tp", "2", "--ep", "4", "--dp", "4", "--layers", "4"),
-        (
-            *("simulate", "llama3.1-70b", "--tp", "8", "--pp", "4", "--zero", "1", "--layers", "8"),
-            *("--hardware", "h100-sxm", "--sequence-parallel", "--global-batch-size", "16"),
-        ),
-    ],
-    ids=" ".join,
-)
+@cases
 def test_tables_fit_80_columns(line: tuple[str, ...], call: Call, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "400")
     wide = call(*line).out.splitlines()

@@ -195,43 +195,7 @@ def test_help_is_in_sections_and_most_options_are_on_demand(capsys: pytest.Captu
     assert "--tensor-model-parallel-size" not in short
 
 
-@pytest.mark.parametrize(
-    ("line", "run"),
-    [
-        ("--tensor-model-parallel-size 2 --num-layers 4", {"tp": 2, "layers": 4}),
-        ("--parallelism.tensor_parallel_degree 2", {"tp": 2}),
-        ("--data-parallel-size 2 --use-distributed-optimizer", {"dp": 2, "zero": 1}),
-        ("--use-distributed-optimizer --zero 1", {"zero": 1}),
-        ("--recompute-granularity full --bf16", {"recompute": "full"}),
-        ("--mode decode --batch-size 4 --block-size 32", {
-            "mode": "decode", "batch_size": 4, "kv_block_size": 32}),
-        ("--mode decode --tp 2 --dp 2 --enable-expert-parallel", {
-            "mode": "decode", "tp": 2, "dp": 2, "ep": 4, "etp": 1}),
-        ("--pp 2 --num-layers-per-virtual-pipeline-stage 3", {"pp": 2, "vpp": 2}),
-        ("--pp 3 --num-layers 10 --num-layers-per-virtual-pipeline-stage 2 "
-         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", {
-            "pp": 3, "layers": 10, "vpp": 2,
-            "first_stage_less_layers": 1, "last_stage_less_layers": 1}),
-        ("--pp 3 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 4", {
-            "pp": 3, "layers_per_stage": (2, 6, 4)}),
-        ("--pp 2 --pipeline-model-parallel-layout Et*3|(ttt|)*2,t*3L", {
-            "pp": 2, "vpp": 2, "layers_per_stage": (3, 3, 3, 3)}),
-        ("--pp 2 --parallelism.pipeline_parallel_layers_per_stage 4 --framework torchtitan", {
-            "pp": 2, "vpp": 2, "framework": "torchtitan"}),
-        ("--pp 2 --parallelism.pipeline_parallel_first_stage_less_layers 2", {
-            "pp": 2, "first_stage_less_layers": 2}),
-        ("--use-megatron-fsdp --use-distributed-optimizer --dp 2", {"zero": 3, "dp": 2}),
-        ("--overlap-grad-reduce --overlap-param-gather --prefetch 2", {}),
-        ("--remat-policy save_dot_except_mlp", {
-            "recompute": "full", "recompute_save": ("qkv_proj", "out_proj")}),
-        ("--remat-policy qkv_proj_offloaded", {
-            "recompute": "full", "recompute_save": ("qkv_proj",), "recompute_save_on_host": True}),
-        ("--remat-policy full", {"recompute": "full", "recompute_early_stop": True}),
-        ("-tp 2 -pp 3 -dp 4", {"tp": 2, "pp": 3, "dp": 4}),
-        ("--tp 2 --tensor-parallel-size 2", {"tp": 2}),
-    ],
-    ids=str,
-)  # fmt: skip
+@cases
 def test_names_of_other_tools(line: str, run: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     seen: list[Run] = []
     monkeypatch.setattr(runs, "compile_run", lambda run, *_: seen.append(run) or 1 / 0)
@@ -267,14 +231,7 @@ def test_a_word_of_vllm_replaces_what_a_file_says(tmp_path: Path):
     assert Run.load(path, {"kv_cache_dtype": "auto"}).kv_cache_dtype is None
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "gpt2 --moe-grouped-gemm --lr 1e-4 --tp 2 --min-lr=-1 --data-path 0.5 a 0.5 b --seed -1",
-        "--moe-grouped-gemm gpt2 --data-path 0.5 a 0.5 b --seed -1 --min-lr 3 --lr 1e-4 --tp 2",
-        "--lr 1e-4 --tp=2 --seed 5 gpt2 --moe-grouped-gemm --data-path a --min-lr 3 --lr 1e-5",
-    ],
-)
+@cases
 def test_options_that_change_nothing_are_left_out_with_one_note(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -316,16 +273,7 @@ def test_a_degree_that_fills_needs_nodes():
     assert Run.of(fills, {"dp": 4}).dp == 4
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("job.toml", "model: gpt2\n"),
-        ("job", "# A job.\n\n[training]\nseq_len = 8192\n"),
-        ("job.yaml", '[model]\nname = "llama3"\n'),
-        ("job.yml", "seq_len = 8192\n"),
-        ("job.yml", "[[list]]  # of tables\n"),
-    ],
-)
+@cases
 def test_a_run_file_in_toml_is_told_to_be_yaml(name: str, text: str, tmp_path: Path):
     path = tmp_path / name
     path.write_text(text)

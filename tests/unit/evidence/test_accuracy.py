@@ -11,6 +11,7 @@ import pytest
 import accuracy
 import choices
 import predictions
+from helpers import cases
 from stagewright.evidence.memory import BETWEEN_STEPS
 from stagewright.views.accuracy import expected
 
@@ -105,15 +106,7 @@ def test_choices_lose_little() -> None:
     assert sum(spearman) / len(spearman) > 0.8
 
 
-@pytest.mark.parametrize(
-    ("source", "quantity", "mean"),
-    [
-        ("Megatron-LM functional tests", "allocated", 0.05),
-        ("Megatron-LM functional tests", BETWEEN_STEPS, 0.06),
-        ("Vocabulary parallelism, arXiv 2411.05288, Table 5", "reported", 0.02),
-        ("Zero Bubble, arXiv 2401.10241, Table 4", "reported", 0.05),
-    ],
-)
+@cases
 def test_memory_is_within_limits(source: str, quantity: str, mean: float) -> None:
     errors = [
         c.error for c in accuracy.table("memory") if (c.source, c.quantity) == (source, quantity)

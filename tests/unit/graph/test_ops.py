@@ -243,18 +243,7 @@ def test_layouts_of_results(op: str, spec: str, layouts: list[str], expect: str)
     assert out.layout.reduction == ("max" if op == "max" else "sum")
 
 
-REFUSED = [
-    ("norm", "bsM,M->bsM", [",,tp", "tp"], "needs all of index 'm'"),
-    ("attention", GQA, [",,,tp", ",,,", ",,,"], "'d' is split"),
-    ("einsum", "bsm,mf->bsf", [",,tp", ","], "'m' is split by .*reshard"),
-    ("einsum", "bsm,mf->bsf", [",, @tp", ", @cp"], "reduce the partial sum"),
-    ("act", "bsf->bsf", [",, @tp"], "reduce the partial sum"),
-    ("add", "bsm,bsm->bsm", [",, @tp", ",,"], "reduce the partial sum"),
-    ("bias", "bsm,m->bsm", [",, @tp", ""], "reduce the partial sum"),
-]
-
-
-@pytest.mark.parametrize(("op", "spec", "layouts", "message"), REFUSED)
+@cases
 def test_layouts_that_disagree(op: str, spec: str, layouts: list[str], message: str) -> None:
     own = {"norm": {"fn": "rmsnorm"}, "act": {"fn": "relu"}}.get(op, {})
     with pytest.raises(ValueError, match=message):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import stagewright as sw
+from helpers import cases
 from stagewright.cli import main as cli
 from stagewright.errors import UserError
 from stagewright.launch import files
@@ -106,14 +107,7 @@ def test_a_model_in_a_run_file(script: Path, tmp_path: Path) -> None:
     assert sw.resolve(loaded.model).hidden_size == 512
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("run.yaml", "model: gpt2 # as --model gpt2\ntp: 2\n"),
-        ("config.json", '{"model_type": "llama", "note": "--tp 8"}'),
-        ("notes.txt", "A text about nothing.\n"),
-    ],
-)
+@cases
 def test_no_launch_files(name: str, text: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text(text)

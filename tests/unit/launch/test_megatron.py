@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.paths import DATA
 
 import stagewright as sw
+from helpers import DATA, cases
 from stagewright.errors import UserError
 from stagewright.launch import files
 from stagewright.launch.megatron import pattern_of
@@ -139,19 +139,7 @@ def test_a_table_says_what_every_flag_means(script: Script) -> None:
     assert given >= {word for word in SMALL.split() if word.startswith("--")}
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--heterogeneous-layers-config-path x.json", "another architecture"),
-        ("--no-such-flag 3", "--no-such-flag 3 is not known here"),
-        ("--seq-length $LENGTH", "--set LENGTH=VALUE"),
-        ("--seq-length $(cat length)", "is not run"),
-        ("--global-batch-size many", "'many'"),
-        ("--position-embedding-type circular", "circular"),
-        ("--moe-layer-freq __import__\\('os'\\) --num-experts 8", "--moe-layer-freq"),
-        ("--batch-size 4", "use --micro-batch-size"),
-    ],
-)
+@cases
 def test_refusals_name_the_flag(flags: str, said: str, script: Script) -> None:
     path = script("")
     path.write_text(f"torchrun pretrain_gpt.py {' '.join(SMALL.split())} {flags}\n")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers import cases
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.model.catalog import resolve
@@ -93,18 +94,7 @@ def test_schedule_from_a_file(tmp_path: Path) -> None:
 # ---- sizes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("settings", "rows"),
-    [
-        ({}, 50257),
-        ({"tp": 4}, 50260),
-        ({"make_vocab_size_divisible_by": 128}, 50304),
-        ({"make_vocab_size_divisible_by": 128, "tp": 4}, 50688),
-        ({"vocab": 1000, "tp": 6}, 1002),
-        ({"vocab": 1000, "tp": 4, "make_vocab_size_divisible_by": 100}, 1200),
-    ],
-    ids=str,
-)
+@cases
 def test_vocabulary_is_padded(settings: dict[str, Any], rows: int) -> None:
     """So that each rank of tp has as many; the count of parameters is the published one."""
     c = compile(Run(**GPT, **settings))

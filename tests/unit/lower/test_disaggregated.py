@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
+from helpers import cases
 from stagewright.check.program import check_program
 from stagewright.check.verify import verify
 from stagewright.errors import UserError
@@ -159,32 +160,7 @@ def test_traces_are_sound_and_made_again(tmp_path: Path) -> None:
         assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("fields", "wanted"),
-    [
-        (
-            {"prefill": "tp4"},
-            "prefill: 'tp4' is no setting with a number; wanted such as tp=4,pp=2",
-        ),
-        ({"prefill": {"tp": 3}}, "tp=3 does not divide the 64 attention heads of llama3.1-70b"),
-        (
-            {"prefill": "tp=2", "context_length": 0},
-            "prefill computes the context of each request, but some have context_length=0; give "
-            "all at least one token",
-        ),
-        (
-            {"prefill": "tp=2", "mode": "prefill"},
-            "prefill names the ranks that compute what decode has in its cache, got mode=prefill; "
-            "drop either",
-        ),
-        (
-            {"prefill": "tp=2", "prompt_length": 5},
-            "prefill names the ranks that compute what decode has in its cache, got a "
-            "prompt_length; drop either",
-        ),
-    ],
-    ids=str,
-)
+@cases
 def test_refused(fields: dict[str, Any], wanted: str) -> None:
     with pytest.raises(UserError) as info:
         compile(asked(**fields))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers import cases
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
@@ -65,20 +66,7 @@ def behind(t: Tasks, row: int) -> set[int]:
 # ---- actions -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"global_batch_size": 3},
-        {"pp": 2, "global_batch_size": 5},
-        {"pp": 4, "global_batch_size": 8, "tp": 2},
-        {"pp": 4, "global_batch_size": 2},
-        {"pp": 3, "schedule": "gpipe", "global_batch_size": 6},
-        {"pp": 2, "vpp": 2, "global_batch_size": 6},
-        {"pp": 2, "vpp": 2, "recompute": "full", "dp": 2, "zero": 3},
-        {"pp": 2, "grad_reduce": "microbatch", "dp": 2, "global_batch_size": 8},
-    ],
-    ids=str,
-)
+@cases
 def test_rows_follow_the_schedule(settings: dict[str, Any]) -> None:
     c = compiled(**GPT, **settings)
     for rank, order in zip(c.program.classes, c.order, strict=True):
@@ -335,16 +323,7 @@ def runs(t: Tasks) -> list[tuple[int, bool, int]]:
     return [(int(s), bool(f), int(m)) for s, f, m in keys[np.concatenate([[True], change])]]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        HALVES,
-        HALVES | {"vpp": 2},
-        HALVES | {"vpp": 2, "schedule": "zbv"},
-        HALVES | {"vpp": 2, "schedule": "zbv", "recompute": "full", "tp": 2, **SP},
-    ],
-    ids=lambda s: Run(**(LLAMA | s)).describe(),
-)
+@cases
 def test_halves_follow_the_schedule(settings: dict[str, Any]) -> None:
     c = compiled(**LLAMA | settings)
     for rank, steps in zip(c.program.classes, c.order, strict=True):
@@ -363,17 +342,7 @@ def content(t: Tasks) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"tp": 2, **SP},
-        {"dp": 2, "zero": 2},
-        {"recompute": "full"},
-        {"cp": 2},
-        {"precision": "fp8", "fuse": False},
-    ],
-    ids=str,
-)
+@cases
 @pytest.mark.parametrize("model", ["llama3.1-8b", "gpt2", "mixtral-8x7b"])
 def test_halves_are_the_whole(model: str, settings: dict[str, Any]) -> None:
     """Both halves do together what a full backward does; what is sent back needs the first only."""
@@ -583,15 +552,7 @@ def test_what_a_rank_keeps_in_parts_is_not_reduced_at_once() -> None:
 # ---- what cannot be lowered ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("order", "wanted"),
-    [
-        ("0F0,1F1,1B1,0B0\n1F0,0F1,0B1,1B0", "ranks 0 and 1 hold the same stages but do not do"),
-        ("0F0,1F0,1B0,0B0,0F1,0B1\n1F1,1B1", "come from or go on to different ranks"),
-        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1", "stage 1, microbatch 1 has 1F1; wanted F and B"),
-    ],
-    ids=["not-in-step", "two-ways", "incomplete"],
-)
+@cases
 def test_refused(tmp_path: Path, order: str, wanted: str) -> None:
     path = tmp_path / "order.csv"
     path.write_text(order, encoding="utf-8")

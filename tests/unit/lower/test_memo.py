@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers import times
+from helpers import cases, times
 from stagewright.errors import UserError
 from stagewright.lower import blocks, training
 from stagewright.lower.assembly.lowered_block import LoweredBlock
@@ -133,24 +133,7 @@ def check_alone(settings: dict[str, Any], after: CompiledRun) -> None:
     assert [*columns(alone.program)] == [*columns(after.program)], settings
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"activation_gather": "keep"},
-        {"recompute": "selective"},
-        {"recompute": "full"},
-        {"zero": 3},
-        {"fuse": False},
-        {"bucket": "parameter"},
-        {"operators": "eager"},
-        {"set_grads_to_none": True},
-        {"zero": 0, "ddp_bucket_cap_mb": 25},
-        {"cp_grad_comm_type": "ring", "cp_comm_type": "all_gather"},
-        {"cpu_offloading_num_layers": 1},
-        {"optimizer_cpu_offload": True},
-    ],
-    ids=str,
-)
+@cases
 def test_a_setting_that_changes_a_block_is_part_of_what_it_is_known_by(
     changed: dict[str, Any],
 ) -> None:

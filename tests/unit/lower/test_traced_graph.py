@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers import cases
 from stagewright.errors import UserError
 from stagewright.imports.recording import (
     Process,
@@ -30,14 +31,7 @@ def groups_of(sizes: dict[str, int], rank: int, joint: tuple[str, ...]) -> dict[
     return found
 
 
-@pytest.mark.parametrize(
-    ("sizes", "joint"),
-    [
-        ({"dp": 2, "tp": 4}, ("dp", "tp")),
-        ({"dp": 3, "cp": 2, "tp": 2}, ("dp", "cp")),
-        ({"dp": 2, "cp": 2, "tp": 3}, ("dp", "tp")),
-    ],
-)
+@cases
 def test_groups_are_found_on_the_mesh(sizes: dict[str, int], joint: tuple[str, ...]):
     for rank in range(math.prod(sizes.values())):
         groups = groups_of(sizes, rank, joint)

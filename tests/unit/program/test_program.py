@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import times
+from helpers import cases, times
 from stagewright.algebra.layout import MIRROR, Mesh
 from stagewright.check.program import Unsound, check_program
 from stagewright.errors import UserError
@@ -171,16 +171,7 @@ def test_a_folded_world_is_sound_if_and_only_if_the_whole_is(program: Program):
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"tp": 4, "dp": 8, "pp": 4},
-        {"tp": 2, "dp": 4, "cp": 4, "pp": 2, "seq_length": 64},
-        {"dp": 16, "zero": 3, "dp_shard": 4},
-        {"dp": 6, "pp": 3, "order": "pp-dp-tp-cp-ep"},
-    ],
-    ids=str,
-)
+@cases
 def test_folded_runs(settings: dict[str, Any]):
     toy = {"model": "gpt2", "layers": 4, "seq_length": 16, "vocab": 64}
     program = compile(Run(**toy | settings)).program

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import stagewright as sw
+from helpers import cases
 from recorded_steps import OTHER_THREAD, Step
 from stagewright.errors import UserError
 from stagewright.recorded.link import link
@@ -153,17 +154,7 @@ def test_random_steps_replay_as_recorded(tmp_path: Path) -> None:
         assert all(a <= b for a, b in zip(faster.end, times.end, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"without": "hosts"}, "without 'hosts': wanted host or waiting; did you mean 'host'"),
-        ({"scale": {"gem": 1}}, "scale 'gem': wanted one of gemm"),
-        ({"scale": {"gemm": 0}}, "scale gemm is 0, wanted a factor above 0"),
-        ({"link": "x2"}, "link is 'x2', wanted a number"),
-        ({"stragglers": {5: 2}}, "straggler 5: the traces are of ranks 0"),
-        ({"step": 1, "annotation": "a"}, "wanted one of them"),
-    ],
-)
+@cases
 def test_changes_are_checked(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     step = Step()
     step.kernel(GEMM, 15, 100, launched=10)

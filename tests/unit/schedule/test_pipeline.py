@@ -406,20 +406,9 @@ def test_interleaved_in_groups_of_more_than_pp() -> None:
 # Passes of Megatron-LM's interleaved loop (core/pipeline_parallel/schedules.py, d98e8a6: the table
 # of get_schedule_table, the warm-up of get_pp_rank_microbatches): pp, microbatches, vpp and group,
 # then the actions of the first rank. The first row's forwards are the example in its comments.
-MEGATRON_GROUPS = [
-    (
-        (2, 5, 2, 3),
-        "0F0 0F1 0F2 2F0 2F1 2F2 2B0 0F3 2B1 0F4 2B2 2F3 0B0 2F4 0B1 0B2 2B3 2B4 0B3 0B4",
-    ),
-    (
-        (4, 9, 2, 5),
-        "0F0 0F1 0F2 0F3 0F4 4F0 4F1 4F2 4F3 4F4 0F5 0F6 4B0 0F7 4B1 0F8 4B2 4F5 4B3 4F6 4B4 4F7 "
-        "0B0 4F8 0B1 0B2 0B3 0B4 4B5 4B6 4B7 4B8 0B5 0B6 0B7 0B8",
-    ),
-]
 
 
-@pytest.mark.parametrize(("sizes", "first"), MEGATRON_GROUPS)
+@cases
 def test_groups_are_those_of_megatron(sizes: tuple[int, int, int, int], first: str) -> None:
     p, m, v, group = sizes
     order = make("interleaved", p, m, v, group=group)
@@ -574,70 +563,7 @@ def test_csv_file_with_byte_order_mark(tmp_path: Path) -> None:
 # ---- errors --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ("1f2b", 2, 2),
-            f"unknown schedule '1f2b'; wanted {', '.join(SCHEDULES)} or a path ending in .csv"
-            "; did you mean '1f1b'?",
-        ),
-        (
-            ("GPipe", 2, 2),
-            f"unknown schedule 'GPipe'; wanted {', '.join(SCHEDULES)} or a path ending in .csv"
-            "; did you mean 'gpipe'?",
-        ),
-        (
-            ("1f1b", 4, 8, 2),
-            "schedule 1f1b has one stage per rank, got vpp=2; use vpp=1, or schedule interleaved, "
-            "looped-bfs, zb-h1, zbv, v-half, v-min, dualpipev or v-half-vocab-1",
-        ),
-        (("gpipe", 0, 8), "schedule gpipe: got pp=0, wanted 1 or more; set pp"),
-        (
-            ("gpipe", 1, -1),
-            "schedule gpipe: got microbatches=-1, wanted 1 or more; set microbatches",
-        ),
-        (("interleaved", 4, 8, 0), "schedule interleaved: got vpp=0, wanted 1 or more; set vpp"),
-        (
-            ("interleaved", 4, 8),
-            "schedule interleaved: got vpp=1, wanted 2 or more; set vpp, or use 1f1b",
-        ),
-        (
-            ("interleaved", 4, 10, 2),
-            "schedule interleaved: microbatches must be divisible by pp, got 10 microbatches and "
-            "pp=4; use 8 or 12 microbatches, or set microbatch_group_size_per_vp_stage to 5",
-        ),
-        (
-            ("interleaved", 4, 3, 2),
-            "schedule interleaved: microbatches must be divisible by pp, got 3 microbatches and "
-            "pp=4; use 4 microbatches",
-        ),
-        (
-            ("zb-h1", 4, 9, 2),
-            "schedule zb-h1: microbatches must pass in equal groups of pp or few more, got 9 "
-            "microbatches and pp=4; use 8 or 10 microbatches",
-        ),
-        (
-            ("zbv", 4, 8),
-            "schedule zbv has 2 stages per rank, got vpp=1; use vpp=2, or schedule gpipe, 1f1b, "
-            "interleaved, looped-bfs, zb-h1, zb-h2, dualpipe, interlaced, vocab-1 or vocab-2",
-        ),
-        (
-            ("dualpipe", 3, 8),
-            "schedule dualpipe pairs ranks r and pp - 1 - r, got pp=3; use pp=4",
-        ),
-        (
-            ("dualpipe", 4, 7),
-            "schedule dualpipe: microbatches must be even and 2 x pp or more, got 7 microbatches "
-            "and pp=4; use 8 microbatches",
-        ),
-        (
-            ("dualpipev", 4, 7, 2),
-            "schedule dualpipev: microbatches must be 2 x pp or more, got 7 microbatches and pp=4; "
-            "use 8 microbatches",
-        ),
-    ],
-)
+@cases
 def test_errors_of_make(arguments: tuple[str, int, int, int], message: str) -> None:
     with pytest.raises(UserError) as caught:
         make(*arguments)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
+from helpers import cases
 from stagewright.errors import UserError
 from stagewright.run.experiment import Experiment
 from stagewright.run.files import flat, read_settings
@@ -344,15 +345,7 @@ def test_a_candidate_of_which_nothing_varies_is_as_given():
     assert words(candidates(tp=1), 0) == "as given"
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"top": 0}, "--top: got 0, wanted a whole number, 1 or more"),
-        ({"most": 1.5}, "--most: got 1.5"),
-        ({"space": 3}, "space is 3, wanted words"),
-        ({"space": ["hsdp", "ofload"]}, "--space ofload.*did you mean 'offload'"),
-    ],
-)
+@cases
 def test_what_python_is_asked_is_checked_like_options(given: dict[str, Any], said: str):
     with pytest.raises(UserError, match=said):
         sw.search("gpt2", "h100-sxm", gpus=1, **given)

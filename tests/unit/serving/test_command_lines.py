@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from helpers import cases
 from stagewright.errors import UserError
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.sections.serving import EngineSection
@@ -107,14 +108,7 @@ def test_another_engine_than_the_one_that_was_timed_is_refused():
         command_lines(Deployment((group("vllm"),)), "sglang")
 
 
-@pytest.mark.parametrize(
-    ("engine", "proxy"),
-    [
-        ("vllm", "toy_proxy_server.py"),
-        ("sglang", "sglang_router.launch_router"),
-        ("trtllm", "disaggregated -c"),
-    ],
-)
+@cases
 def test_instances_for_prefill_and_for_decode_need_ports_and_a_proxy(engine: str, proxy: str):
     of = group(engine)
     both = Deployment((replace(of, role="prefill"), replace(of, role="decode")))

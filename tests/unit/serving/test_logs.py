@@ -5,6 +5,7 @@ from array import array
 import numpy as np
 import pytest
 
+from helpers import cases
 from stagewright.errors import UserError
 from stagewright.serving.compare_log import compare, measured_run
 from stagewright.serving.simulation import Outcome
@@ -47,14 +48,7 @@ def test_errors_are_of_the_requests_that_were_answered(tmp_path):
         compare(log, Outcome(work, records, []), 2)
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("arrival,prompt,output\n0,1,1\n", "has no times"),
-        ("arrival,prompt,output,ttft\n0,1,1,-3\n", "wanted a time of 0 or more"),
-        ("arrival,prompt,output,ttft,e2e\n0,1,1,3,2\n", "the last token comes before the first"),
-    ],
-)
+@cases
 def test_what_is_no_log_is_refused(tmp_path, text, says):
     path = tmp_path / "log.csv"
     path.write_text(text)

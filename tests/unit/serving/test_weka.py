@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from helpers import cases
 from stagewright.api.workloads import workload_of
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import WorkloadSection
@@ -123,23 +124,7 @@ def test_rows_that_are_no_requests_are_counted(written):
     assert len(work) == 1
 
 
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        ([conversation()], "has no conversations"),
-        ([conversation(call(0, 5, 5, [1]), {"type": "x"})], "request 2: type is 'x', wanted n, s"),
-        ([conversation({"t": 0, "in": 5})], "request 1: out is None, wanted a whole number"),
-        ([conversation({"in": 5, "out": 5})], "request 1: t is None, wanted a number of sec"),
-        ([conversation(call(-1, 5, 5, [1]))], "request 1: t is -1, wanted a number of seconds, 0"),
-        ([conversation(call(0, 5, 5, [1], api_time=-2))], "request 1: api_time is -2, wanted"),
-        ([conversation(call("2026-01-01", 5, 5, [1]))], "request 1: t is '2026-01-01', wanted"),
-        ([conversation(call(0, 5, 5, ["x"]))], "request 1: hash_ids is ['x']"),
-        ([conversation(5)], "request 1: got 5, wanted an object of JSON"),
-        ([conversation(call(0, 5, 5, [1]), subagent(1, "a") | {"requests": 7})], "requests is 7"),
-        ([conversation(call(0, 5, 5, [1]), block_size=0)], "block_size is 0"),
-        ([conversation(call(0, 5, 5, [1])), {"t": 5}], "line 2: is no conversation"),
-    ],
-)
+@cases
 def test_bad_conversations_are_one_line(written, values, says):
     with pytest.raises(UserError) as error:
         asked(written(*values))

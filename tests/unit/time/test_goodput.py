@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import stagewright as sw
+from helpers import cases
 from stagewright.errors import UserError
 from stagewright.lower.checkpoint import checkpoint
 from stagewright.time.goodput import (
@@ -210,20 +211,7 @@ def test_spares_are_paid_and_their_shortage_waits() -> None:
     assert many.job.usd / many.job.days == pytest.approx(without.job.usd / without.job.days * 2.5)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"failures": None}, "storage_gb_s means nothing without failures"),
-        ({"detect": None}, "failures need detect; give --detect, such as 60s"),
-        ({"storage_gb_s": None}, "failures need storage_gb_s; give --storage-gb-s"),
-        ({"checkpoint": "soon"}, "checkpoint: got 'soon', wanted minutes"),
-        ({"checkpoint": "1s"}, "give a longer time, or more --storage-gb-s"),
-        ({"repair": "1h"}, "give --spares"),
-        ({"spares": 2}, "failures need repair"),
-        ({"tokens": "15Q"}, "tokens is '15Q'"),
-        ({"failures": -1}, "failures is -1"),
-    ],
-)
+@cases
 def test_what_is_missing_is_asked_for(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message.replace("(", r"\(")):
         _simulate(**changes)

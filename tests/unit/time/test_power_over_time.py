@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import stagewright as sw
+from helpers import cases
 
 SETTINGS = {
     "hardware": "h100-sxm", "tp": 8, "pp": 4, "dp": 2, "zero": 1, "sequence_parallel": True,
@@ -16,16 +17,7 @@ def _step(**changes: object) -> sw.Simulation:
     return sw.simulate("llama3.1-70b", **{**SETTINGS, **changes})  # pyright: ignore
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"pp": 1, "dp": 8, "zero": 3},
-        {"schedule": "zb-h1"},
-        {"tp": 1, "dp": 4, "zero": 3, "framework": "torchtitan", "sequence_parallel": False},
-    ],
-    ids=str,
-)
+@cases
 def test_the_mean_over_time_is_the_power_of_the_step(changes: dict[str, object]) -> None:
     step = _step(**changes)
     of, watts = step.power_over_time, step.expense().watts_per_gpu

@@ -130,23 +130,7 @@ def test_text_and_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     check(json.loads(out.read_text()))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--dp", "3", "--nodes", "1"], "--nodes 1 means 8 GPUs"),
-        (["--tp", "4", "--pp", "2", "--nodes", "3"], None),
-        (
-            ["--tp", "8", "--pp", "3", "--nodes", "8"],
-            "64 is not a multiple of tp=8 x cp=1 x pp=3 = 24",
-        ),
-        (["--no-overlap", "dq"], "there is no axis 'dq'"),
-        (["--straggler", "a"], "wanted RANK=FACTOR"),
-        (["--straggler", "7=1.1"], "there is no rank 7"),
-        (["--straggler", "0=0"], "stragglers.0 is 0.0, wanted more than 0"),
-        (["--prefetch", "-1"], "prefetch is -1"),
-        (["--hardware", "h101"], "unknown hardware"),
-    ],
-)
+@cases
 def test_errors(arguments: list[str], told: str | None, capsys: pytest.CaptureFixture[str]) -> None:
     assert stagewright("simulate", *SMALL, *arguments) == (0 if told is None else 2)
     if told is not None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from helpers import EXAMPLES, needed
+from helpers import EXAMPLES, cases, needed
 from notebooks import execute, notebook, text
 from pages import check
 from stagewright.evidence.rows import Prediction
@@ -45,14 +45,7 @@ def test_a_name_with_settings_is_a_run(compiled: sw.Compiled):
     assert sw.compile(sw.Run(model="llama3-8b", tp=4), **SMALL).run == compiled.run
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"tpp": 2}, "tp"),
-        ({"tp": "two"}, "tp is 'two'"),
-        ({"tp": 3}, "tp=3 does not divide"),
-    ],
-)
+@cases
 def test_wrong_settings_are_user_errors(settings: dict[str, Any], message: str):
     with pytest.raises(sw.UserError, match=message):
         sw.compile("llama3-8b", **settings)
