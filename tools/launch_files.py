@@ -2,12 +2,14 @@
 
     python tools/launch_files.py FOLDER
 
-Verdicts: `read`; `asks` for a value from outside; `refused`, what would change the step is not
-modelled; `other`, the file starts no training step.
+Verdicts: `read`; `asked`, read with values in place of those from outside, which the line names;
+`refused`, what would change the step is not modelled, or the file is broken; `other`, it starts no
+training step.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -15,25 +17,31 @@ from pathlib import Path
 from stagewright.errors import UserError
 from stagewright.launch import files
 
-_ASKS = ("--set", "name a model")
-_OTHER = ("runs no training step", "starts nothing")
+_OTHER = ("runs no training step", "starts ", "is no launch file")
+_ASK = re.compile(r"--set ([\w-]+)=")
+_SIZES = {"vocab-size": "32000"}
+"""Values of what is asked for; all others are 1."""
 
 
 def verdict(path: Path) -> tuple[str, str]:
     """The verdict on a file, and the reason."""
-    try:
-        if files.find(path) is None:
-            return "other", "is no launch file"
-        reading = files.read(path)
-    except UserError as error:
-        text = str(error).removeprefix(f"{path}: ")
-        if any(words in text for words in _OTHER):
-            return "other", text
-        return ("asks" if any(words in text for words in _ASKS) else "refused"), text
-    for why in reading.needs.values():
-        return "asks", why
+    given: dict[str, str] = {}
+    while True:
+        try:
+            if files.find(path) is None:
+                return "other", "is no launch file"
+            reading = files.read(files.with_variables(str(path), given))
+            break
+        except UserError as error:
+            text = str(error).partition(": ")[2]
+            ask = _ASK.search(text)
+            if ask is None or ask[1] in given:
+                return "other" if any(words in text for words in _OTHER) else "refused", text
+            given[ask[1]] = _SIZES.get(ask[1], "1")
+    asks = [*given, *reading.needs]
     count = len(reading.lines)
-    return "read", f"{reading.tool}, {count} of {count + len(reading.ignored)} flags count"
+    text = f"{reading.tool}, {count} of {count + len(reading.ignored)} flags count"
+    return ("asked", f"{text}; given {', '.join(asks)}") if asks else ("read", text)
 
 
 def main(folder: str) -> None:

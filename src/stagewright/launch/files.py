@@ -26,6 +26,8 @@ TOOLS: tuple[Tool, ...] = (megatron.SLIME, megatron.MEGATRON)
 """All tools; the first one that knows a file reads it."""
 
 _IGNORE = "ignore-unknown"
+_OTHERS = (".stg", ".etb", ".csv", ".py", ".md", ".rst", ".html")
+"""Ends of names of files that may quote flags and are no launch files."""
 _FLAG = re.compile(r"(?:^|[\s(\"'])--?[A-Za-z][\w.-]*(?=[\s=\"')\\]|$)")
 _DATA = re.compile(r"""---|[\[{]|["']?[\w.-]+["']?\s*:(\s|$)|["']?[\w.-]+["']?\s+=\s""")
 """The first line of YAML, JSON or TOML."""
@@ -47,7 +49,7 @@ def with_variables(path: str, variables: dict[str, str], *, ignore_unknown: bool
 def find(name: str | os.PathLike[str]) -> str | None:
     """The path of a launch file that a name stands for; None: it stands for something else."""
     path = os.fspath(name).partition("?")[0]
-    if not path or path.endswith((".stg", ".etb", ".csv")):
+    if not path or path.endswith(_OTHERS):
         return None
     try:
         status = os.stat(path)
@@ -79,6 +81,8 @@ def _is_script(text: str) -> bool:
     """
     if _SHEBANG.match(text):
         return True
+    if "\0" in text:
+        return False
     lines = [line.strip()[:2000] for line in text.splitlines()]
     lines = [line for line in lines if line and not line.startswith("#")]
     if not lines or _DATA.match(lines[0]):

@@ -77,6 +77,10 @@ def _command(source: LaunchSource, flag: str) -> ShellCommand | None:
     return source.script.commands[-max(counts)[2]] if counts else _loose(source, flag)
 
 
+_ARGUMENTS = "arguments.py"
+"""Program of a file that has flags and starts nothing."""
+
+
 def _loose(source: LaunchSource, flag: str) -> ShellCommand | None:
     """Flags in variables of a file that starts nothing itself: a file of arguments."""
     assert source.script is not None
@@ -87,7 +91,7 @@ def _loose(source: LaunchSource, flag: str) -> ShellCommand | None:
         names = [canonical(item.split("=")[0]) for item in items if item.startswith("--")]
         if len(names) >= 3 and sum(name in rows for name in names) * 2 > len(names):
             words += items
-    return None if flag or not words else ShellCommand(("arguments.py", *words), 1)
+    return None if flag or not words else ShellCommand((_ARGUMENTS, *words), 1)
 
 
 def _program(command: ShellCommand) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
@@ -105,7 +109,8 @@ def _program(command: ShellCommand) -> tuple[tuple[str, ...], str, tuple[str, ..
 def _read_megatron(source: LaunchSource, command: ShellCommand) -> LaunchFile:
     reading = LaunchFile(source.path, "Megatron-LM")
     before, program, words = _program(command)
-    flags = [*parse((*words, *source.more), [table("megatron")])]
+    tables = [table("megatron"), *([table("slime")] if program == _ARGUMENTS else [])]
+    flags = [*parse((*words, *source.more), tables)]
     _refuse_other(reading, program)
     given = reads.apply(reading, flags, ignore_unknown=source.ignore_unknown)
     _gpus(reading, source, before)
@@ -158,8 +163,15 @@ def _gpus(reading: LaunchFile, source: LaunchSource, before: Sequence[str]) -> N
         counts["gpus"] = counts["gpus_per_node"] * counts.get("nodes", 1)
     if "gpus" in counts:
         reading.settings["gpus"] = counts["gpus"]
-    else:
-        reading.notes.append("the file does not say how many GPUs there are: dp is 1 unless given")
+        return
+    settings = reading.settings
+    shared = settings.get("tp", 1) * settings.get("cp", 1)
+    experts = settings.get("ep", 1) * settings.get("etp", settings.get("tp", 1))
+    settings["dp"] = max(1, -(-experts // shared))
+    reading.notes.append(
+        f"the file does not say how many GPUs there are: dp is {settings['dp']}, the least that "
+        "can be; give --gpus, --nodes or --dp"
+    )
 
 
 def _run(reading: LaunchFile, given: Mapping[str, Flag], names: set[str]) -> None:
@@ -239,10 +251,13 @@ def _update(reading: LaunchFile) -> None:
         return
     length = min(longest or tokens, tokens)
     settings["seq_length"] = length
-    settings["micro_batch_size"] = tokens // length
+    others = settings.get("tp", 1) * settings.get("pp", 1) * settings.get("cp", 1)
+    of_rank = settings.get("global_batch_size", 1) // max(settings["gpus"] // others, 1)
+    packed = next((n for n in range(tokens // length, 1, -1) if of_rank % n == 0), 1)
+    settings["micro_batch_size"] = packed
     reading.notes.append(
-        f"every sample is taken as {length} tokens, the longest allowed, and "
-        f"{tokens // length} are packed into a microbatch of {tokens}"
+        f"every sample is taken as {length} tokens, the longest allowed; {packed} are packed into "
+        f"a microbatch of at most {tokens}"
     )
 
 
@@ -463,6 +478,7 @@ class _Sizes:
                 "q_lora_rank": self.size("q-lora-rank", 0),
                 "rotary_fraction": 1.0,
                 "qk_norm": False,  # of the latents, which are always normalized here
+                "qkv_bias": False,  # as megatron/core/transformer/multi_latent_attention.py
             }
         return fields
 
@@ -592,7 +608,9 @@ class _Sizes:
             )
             return size
         given = self.given.get("tokenizer-type")
-        kind = "".join(given.values) if given else "BertWordPieceLowerCase" * (not model.causal)
+        bert, merges = not model.causal, self.has("merge-file")
+        default = "BertWordPieceLowerCase" if bert else "GPT2BPETokenizer" if merges else ""
+        kind = "".join(given.values) if given else default
         if size := _VOCABULARIES.get(kind):
             notes.append(f"the vocabulary is {size}, that of {kind}")
             return size
@@ -609,14 +627,19 @@ class _Sizes:
 
     def _tower(self) -> ModelConfig | None:
         """The vision model of examples/multimodal, whose output stands before the text."""
-        if not self.has("vision-model-type"):
+        if not self.has("vision-model-type") and not self.has("img-h"):
             return None
-        kind = self.word("vision-model-type", "", *_TOWERS)
+        kind = self.word("vision-model-type", "clip", *_TOWERS)
         side, patch = self.size("img-h", 224), self.size("patch-dim", 16)
         tower: dict[str, Any] = {"gated": False, **_TOWERS[kind]}
+        tp, settings = self.reading.settings.get("tp", 1), self.reading.settings
+        if kind == "internvit":  # heads are padded to a multiple of tp
+            tower["num_attention_heads"] = (24 // tp + 1) * tp
+        # --seq-length is the image's, --decoder-seq-length that of image and text together.
+        settings["seq_length"] = settings.pop("decoder_seq_length", settings.get("seq_length"))
         self.reading.notes.append(
-            "a sample is taken as one image before the text; how tiles and frames are mixed is in "
-            "the data"
+            f"a sample is taken as one image of {(side // patch) ** 2} positions before the text, "
+            "without pixel shuffle; how tiles and frames are mixed is in the data"
         )
         return replace(
             PRESETS["clip-vit-l-336"], name=kind, source=self.reading.path, **tower,

@@ -2,7 +2,8 @@
 
 | column | |
 |---|---|
-| `flag` | its name without dashes before it, then other spellings; the first one is written |
+| `flag` | its name without dashes before it, then other spellings; the first one is written; |
+| | `sglang-*`: all that begin so |
 | `values` | words that follow: a number, `0-1`, `+` or `*` |
 | `ours` | `tp`: that setting has the value. `zero=1`: it has this one. `no_overlap-dp`: the list |
 | | lacks an item. `model.FIELD`: part of the model. `-`: no effect on time or size. `?`: changes |
@@ -96,7 +97,7 @@ def parse(words: Sequence[str], tables: Iterable[Mapping[str, FlagRow]]) -> Iter
         if not _is_flag(word):
             continue
         name, equals, value = word.partition("=")
-        row = rows.get(canonical(name))
+        row = _row(rows, canonical(name))
         if equals:
             yield Flag(name, (value,), row)
             continue
@@ -111,6 +112,17 @@ def parse(words: Sequence[str], tables: Iterable[Mapping[str, FlagRow]]) -> Iter
             count += 1
         yield Flag(name, tuple(words[i : i + count]), row)
         i += count
+
+
+def _row(rows: Mapping[str, FlagRow], name: str) -> FlagRow | None:
+    """Row of a flag; `--no-x` switches off what `x` is, which may mean nothing here, too."""
+    if name in rows:
+        return rows[name]
+    positive = rows.get(name.removeprefix("no_"))
+    if positive and positive.ours == "-":
+        return positive._replace(values="0")
+    beginnings = (row for key, row in rows.items() if key[-1] == "*" and name.startswith(key[:-1]))
+    return next(beginnings, None)
 
 
 _MOST = {"0-1": 1}
