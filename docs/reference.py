@@ -307,8 +307,7 @@ def ops() -> str:
             spec = "" if node is None else f"`{node['spec']}`"
             fused, gradient = ("yes" if of else "" for of in (op.fuses, op.vjp))
             rows.append((f"`{name}`", op.sentence, spec, cost, sums, fused, gradient))
-        title = re.sub(r": rows[^:]*$", "", first(family))
-        parts.append(f"## {title}\n\n{table(heads, rows)}")
+        parts.append(f"## {first(family)[:-1]}\n\n{table(heads, rows)}")
     return "\n".join([*parts, _ops_of_texts()])
 
 

@@ -23,7 +23,7 @@ from stagewright import blocks as model_blocks
 from stagewright.algebra.layout import Layout
 from stagewright.blocks import Block, Inference, Recipe
 from stagewright.graph.node import Graph, Node, toposort
-from stagewright.graph.reference.attention import FAR
+from stagewright.graph.ops.attention import FAR
 from stagewright.graph.roles import Role
 from stagewright.graph.shard import shard
 from stagewright.graph.table import COLLECTIVE_OPS

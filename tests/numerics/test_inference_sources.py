@@ -13,7 +13,7 @@ import pytest
 from spmd import Spmd, check, random_values
 from stagewright.blocks import Inference, Recipe
 from stagewright.graph.node import Graph, toposort
-from stagewright.graph.reference.attention import FAR
+from stagewright.graph.ops.attention import FAR
 from stagewright.graph.shard import shard
 from stagewright.graph.verify import verify
 from stagewright.lower.blocks import build_block

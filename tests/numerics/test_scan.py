@@ -15,7 +15,7 @@ from stagewright.algebra.size import Size
 from stagewright.graph.cost import flops, traffic
 from stagewright.graph.make import apply, leaf
 from stagewright.graph.node import Node
-from stagewright.graph.reference import state as scan
+from stagewright.graph.ops import state as scan
 from stagewright.graph.table import OPS
 
 B, S, G, H, N, P, L = 2, 96, 2, 3, 8, 4, 32
@@ -136,7 +136,7 @@ def test_delta_rule_in_chunks(kernel: str) -> None:
 
 
 # Backward against forward, in products of a chunk: (L x L x n, L x L x p, L x n x p, L x L x L).
-# Counted by hand in the sources that `graph/reference/state.py` names.
+# Counted by hand in the sources that `graph/ops/state.py` names.
 BACKWARD = {
     ("linear_attention", "ssd"): (3, 3, 5, 0),
     ("linear_attention", "linear"): (3, 2, 5, 0),

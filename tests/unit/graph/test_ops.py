@@ -21,7 +21,7 @@ from stagewright.graph.cost import extents, flops, local, traffic
 from stagewright.graph.gradient import backward
 from stagewright.graph.make import add, apply, cast, einsum, elementwise, leaf, letters
 from stagewright.graph.node import Graph, Node, replace, toposort
-from stagewright.graph.reference.attention import FAR
+from stagewright.graph.ops.attention import FAR
 from stagewright.graph.shard import shard
 from stagewright.graph.table import LEAVES, MOVES, OPS
 from stagewright.graph.verify import verify

@@ -15,7 +15,7 @@ from typing import Any
 from stagewright.blocks.builder import Builder
 from stagewright.graph.make import add, apply, cast, einsum, elementwise, letters
 from stagewright.graph.node import Node
-from stagewright.graph.reference.dense import SLOPES_OF_RESULTS
+from stagewright.graph.ops.dense import SLOPES_OF_RESULTS
 from stagewright.graph.roles import Role
 from stagewright.graph.table import Attribute, may
 

@@ -1,7 +1,6 @@
-"""The rows of the op table by family, each beside its gradient and its costs.
+"""The rows of the op table by family: what an op computes in numpy, its gradient and its costs.
 
-In: ways to make nodes (`graph.make`) and what ops compute (`graph.reference`, in modules of the
-same names). Out: `OPS`, filled.
+In: ways to make nodes (`graph.make`). Out: `OPS`, filled.
 """
 
 from stagewright.graph.ops import (
