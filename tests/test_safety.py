@@ -34,7 +34,7 @@ NO_IMPORTS = {
 }
 ALLOWED = {
     "cli/commands/show.py tempfile",  # the text that a PyTorch module is imported as
-    "trace/unbundle.py tempfile",  # ranks of a bundle for those who read files
+    "trace/write.py tempfile",  # ranks of a bundle for those who read files
     "executors.py socket",  # whether a cluster answers at the address given
     "evidence/doctor.py tempfile",  # what it measures the speed of
 }

@@ -27,7 +27,7 @@ from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
 from stagewright.trace.formats.bundle import Bundle
 from stagewright.trace.traced import read_traced, write_traced
-from stagewright.trace.unbundle import expand
+from stagewright.trace.write import expand
 from stagewright.views.bundles import of_bundle
 
 GRAPHS = Path(__file__).parent / "graphs"

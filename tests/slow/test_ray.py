@@ -18,8 +18,7 @@ from stagewright.lower.compile import compile
 from stagewright.run.settings import Run
 from stagewright.trace import templates
 from stagewright.trace.formats.bundle import Bundle
-from stagewright.trace.unbundle import expand
-from stagewright.trace.write import write
+from stagewright.trace.write import expand, write
 
 ray = needed("ray", "ray")
 cluster_utils = needed("ray.cluster_utils", "ray")

@@ -27,7 +27,7 @@ from stagewright.program.columns import TaskKind
 from stagewright.texttable import Table, print_table
 from stagewright.trace.formats.archive import is_bundle
 from stagewright.trace.formats.bundle import Bundle
-from stagewright.trace.unbundle import traces
+from stagewright.trace.write import traces
 
 if TYPE_CHECKING:
     from rich.console import Console

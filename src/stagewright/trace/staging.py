@@ -1,13 +1,11 @@
 """Directories of traces under construction: written beside their final name, then renamed.
 
-A directory holds everything or does not exist, whatever stops the run. Of several runs that replace
-one directory at the same time, it holds what the last one wrote.
+A directory holds everything or does not exist, whatever stops the run. A run that is killed leaves
+`.NAME.partial-PID` behind, which is in no other run's way.
 """
 
 from __future__ import annotations
 
-import errno
-import glob
 import hashlib
 import itertools
 import os
@@ -28,22 +26,16 @@ from stagewright.trace.manifest import MANIFEST, WrittenFile
 def staged(path: Path, force: bool) -> Generator[Path]:
     """A new directory, which is renamed to `path` at the end of the block, or removed on an error.
 
-    With `force` it replaces a directory of traces, and what killed runs have left beside it goes.
+    With `force` it replaces a directory of traces.
     """
     check_output(path, force)
-    folder, lock = _new_folder(path)
+    folder = _new_sibling(path, "partial")
     try:
         yield folder
         _rename(folder, path, force)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    finally:
-        if lock is not None:
-            os.close(lock)
-    if force:
-        for left in leftovers(path):
-            shutil.rmtree(left, ignore_errors=True)
 
 
 def write_file(
@@ -80,24 +72,12 @@ def write_file(
 def check_output(path: Path, force: bool) -> None:
     """Raise a UserError where `path` must not become a directory of traces."""
     check_parent(path)
-    while (found := _identity(path)) is not None:
-        if not force:
-            raise exists_already(path)
-        with suppress(FileNotFoundError):
-            if (reason := _not_ours(path)) is None:
-                return
-            if found == _identity(path):
-                raise UserError(f"{path}: {reason}; remove it yourself")
-        # Another run has replaced it meanwhile: look at what is there now.
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Device and inode of a file or directory; None if there is none."""
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        return None
-    return status.st_dev, status.st_ino
+    if not os.path.lexists(path):
+        return
+    if not force:
+        raise exists_already(path)
+    if reason := _not_ours(path):
+        raise UserError(f"{path}: {reason}; remove it yourself")
 
 
 def _not_ours(path: Path) -> str | None:
@@ -147,102 +127,30 @@ def _listed_files(path: Path, entries: int) -> Mapping[str, object] | None:
 # ---- temporary directories -----------------------------------------------------------------------
 
 
-def leftovers(path: Path) -> Generator[Path]:
-    """Directories that killed runs have left beside `path`.
-
-    Each is locked until the next is asked for, so that no run begins to write in it.
-    """
-    for folder in sorted(path.parent.glob(f".{glob.escape(path.name)}.partial-*")):
-        if not _PARTIAL.fullmatch(folder.name.removeprefix(f".{path.name}.")):
-            continue
-        lock = _lock(folder, wait=False)
-        if lock is not None:
-            try:
-                yield folder
-            finally:
-                os.close(lock)
-
-
-_PARTIAL = re.compile(r"partial-\d+(-\d+)?")
-
-
-def _new_folder(path: Path) -> tuple[Path, int | None]:
-    """A new directory beside `path`, and the lock that says that a run is writing in it."""
-    while True:
-        folder = _new_sibling(path, f"partial-{os.getpid()}")
-        lock = _lock(folder, wait=True)
-        with suppress(FileNotFoundError):
-            status = folder.stat()
-            if lock is None or os.path.samestat(os.fstat(lock), status):
-                return folder, lock
-        if lock is not None:  # a run that cleared up took it for a leftover
-            os.close(lock)
-
-
-def _lock(folder: Path, *, wait: bool) -> int | None:
-    """Lock a directory until its descriptor is closed; None if it is in use or cannot be locked."""
-    try:
-        import fcntl
-
-        file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    except (ImportError, OSError):
-        return None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(file)
-        return None
-    return file
-
-
 def _new_sibling(path: Path, suffix: str) -> Path:
     """A new directory; one of that name may be left by a killed run, or be another machine's."""
     for number in itertools.count():
-        folder = path.with_name(f".{path.name}.{suffix}{f'-{number}' if number else ''}")
+        name = f".{path.name}.{suffix}-{os.getpid()}{f'-{number}' if number else ''}"
         with suppress(FileExistsError):
-            folder.mkdir()
+            (folder := path.with_name(name)).mkdir()
             return folder
     raise AssertionError
 
 
 def _rename(folder: Path, path: Path, force: bool) -> None:
-    """Give the directory its name; an old one is removed only once the new one is in place.
-
-    With `force`, what another run has put there meanwhile is an old one too.
-    """
-    while True:
-        old = None
-        try:
-            if force and path.exists():
-                check_output(path, force)
-                old = _new_sibling(path, f"old-{os.getpid()}")
-                with suppress(FileNotFoundError):  # another run has moved it
-                    path.rename(old / path.name)
-            folder.rename(path)
-        except BaseException as error:
-            if old is not None:
-                _put_back(old, path)
-            if not (force and _is_taken(error)):
-                raise
-        else:
-            if old is not None:
-                shutil.rmtree(old, ignore_errors=True)
-            return
-
-
-def _put_back(old: Path, path: Path) -> None:
-    """Give an old directory its name again, unless another run has put its own there."""
-    moved = old / path.name
-    if moved.exists():
-        try:
-            moved.rename(path)
-        except OSError as error:
-            if not _is_taken(error):
-                raise
-            shutil.rmtree(moved)
-    old.rmdir()
-
-
-def _is_taken(error: BaseException) -> bool:
-    """True where a directory could not be renamed because there is one of that name."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST)
+    """Give the directory its name; an old one is removed only once the new one is in place."""
+    if not (force and path.exists()):
+        folder.rename(path)
+        return
+    check_output(path, force)
+    old = _new_sibling(path, "old")
+    try:
+        path.rename(old / path.name)
+        folder.rename(path)
+    except BaseException:
+        with suppress(OSError):
+            if not path.exists():  # else another run has put its own there
+                (old / path.name).rename(path)
+            old.rmdir()
+        raise
+    shutil.rmtree(old, ignore_errors=True)

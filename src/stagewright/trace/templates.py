@@ -7,11 +7,10 @@ SHA-256 and a write of its whole file; the last two leave Python's lock free, so
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from platform import node
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from stagewright.arrays import Int
 from stagewright.program.columns import Program
@@ -24,40 +23,10 @@ TEMPLATE_BYTES = 256_000_000  # of templates in memory, with the threads' copies
 RANGE_BYTES = 256_000_000  # that a task on a cluster writes, at most
 
 
-class Template(Protocol):
-    """The bytes that the files of several ranks share."""
-
-    @property
-    def memory(self) -> int:
-        """Bytes of memory that the template takes, about."""
-        ...
-
-    def stamped(self, rank: int) -> AbstractContextManager[memoryview]:
-        """The file of one rank, valid inside the block only; several threads may stamp at once."""
-        ...
-
-
-class Batch(Protocol):
-    """Ranks with files that share a template."""
-
-    @property
-    def ranks(self) -> Int:
-        """The ranks, ascending."""
-        ...
-
-    @property
-    def at_most(self) -> int | None:
-        """An upper bound of `size` that costs little; None if there is none."""
-        ...
-
-    @property
-    def size(self) -> int | None:
-        """Bytes of each rank's file; None if not known before it is made."""
-        ...
-
-    def template(self) -> Template:
-        """Encode what all the ranks share."""
-        ...
+Batch = chakra.ChakraBatch | json.TextBatch
+"""Ranks with files that share a template. `size`: bytes of each file; None: not known before."""
+Template = chakra.ChakraTemplate | json.TextBatch
+"""The bytes that the files share; `stamped` makes the file of a rank, for several threads."""
 
 
 class Format(NamedTuple):

@@ -1,4 +1,4 @@
-"""Writes a program to a directory: a file per rank, the communicator groups, and a manifest.
+"""Writes a program, or ranks of a bundle, to a directory: a file per rank, groups, a manifest.
 
 The directory either holds everything or does not exist, whatever stops the run (`staging`). The
 same program gives the same bytes, whatever the number of workers.
@@ -9,9 +9,11 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -20,10 +22,11 @@ from stagewright.arrays import Int
 from stagewright.errors import UserError, did_you_mean
 from stagewright.executors import RayCluster, Threads
 from stagewright.files import check_parent, exists_already
-from stagewright.program.columns import Program
+from stagewright.program.columns import Program, intersect
 from stagewright.program.communicators import Users
 from stagewright.trace.formats import bundle, chakra
 from stagewright.trace.formats.archive import is_bundle
+from stagewright.trace.formats.bundle import Bundle
 from stagewright.trace.manifest import (
     GROUPS,
     MANIFEST,
@@ -33,7 +36,7 @@ from stagewright.trace.manifest import (
     head_of,
     text,
 )
-from stagewright.trace.staging import leftovers, staged, write_file
+from stagewright.trace.staging import staged, write_file
 from stagewright.trace.templates import (
     FORMATS,
     Batch,
@@ -77,23 +80,21 @@ def write(
     `out` becomes a directory, or one file with `format="bundle"`. `extra_files` are other files of
     the directory, by name. `custom` is the format itself, where it is not one of programs.
     """
-    formats = (*FORMATS, BUNDLE)
-    if custom is None and format not in formats:
-        hint = did_you_mean(format, formats)
-        raise UserError(f"format {format!r}: choose of {', '.join(formats)}{hint}")
+    if custom is None:
+        _check_format(format, (*FORMATS, BUNDLE))
     if format == BUNDLE and ranks is not None:
         raise UserError("a bundle holds every rank: name none, and expand those that you want")
-    chosen = chosen_ranks(program.mesh.world_size, ranks)
+    chosen = _chosen_ranks(program.mesh.world_size, ranks)
     head = head_of(manifest, program.mesh.world_size, format, counts(program, chosen))
     if format == BUNDLE:
         file = _write_bundle(program, _absolute(out), head, options.get("force", False))
         return {**head, "files": entries([file])}
-    return write_ranks(
+    return _write_ranks(
         program, out, chosen, head, extra_files=extra_files, custom=custom, **options
     )
 
 
-def write_ranks(
+def _write_ranks(
     program: Program,
     out: Path | str,
     ranks: Int,
@@ -139,7 +140,47 @@ def write_ranks(
     return {**head, "files": entries(files)}
 
 
-def chosen_ranks(world: int, ranks: Sequence[int] | None) -> Int:
+def expand(
+    source: Bundle,
+    out: Path | str,
+    *,
+    format: str = "chakra",
+    ranks: Sequence[int] | None = None,
+    cluster: RayCluster | None = None,
+    **options: Unpack[WriteOptions],
+) -> dict[str, Any]:
+    """Write `ranks` of a bundle as `write` does those of its program; returns the manifest.
+
+    With a `cluster`, its machines write into `out`, which all of them share.
+    """
+    _check_format(format, tuple(FORMATS))
+    chosen = _chosen_ranks(source.world_size, ranks)
+    manifest = source.manifest
+    nodes = [
+        {**entry, "files": len(intersect(class_ranks, chosen))}
+        for entry, class_ranks in zip(manifest.pop("nodes"), source.ranks, strict=True)
+    ]
+    del manifest["format"]
+    head = head_of(manifest, source.world_size, format, nodes)
+    program = source.program(chosen)
+    return _write_ranks(program, out, chosen, head, users=source.users, cluster=cluster, **options)
+
+
+@contextmanager
+def traces(path: Path | str, ranks: Sequence[int]) -> Generator[list[Path]]:
+    """Traces of some ranks of a bundle, with their groups, for as long as the block lasts."""
+    with TemporaryDirectory(prefix="stagewright-") as folder:
+        expand(Bundle(path), f"{folder}/out", ranks=ranks)
+        yield [Path(folder, "out", FORMATS["chakra"].file.format(rank=rank)) for rank in ranks]
+
+
+def _check_format(format: str, formats: Sequence[str]) -> None:
+    if format not in formats:
+        hint = did_you_mean(format, formats)
+        raise UserError(f"format {format!r}: choose of {', '.join(formats)}{hint}")
+
+
+def _chosen_ranks(world: int, ranks: Sequence[int] | None) -> Int:
     """The chosen ranks, ascending and each once; None: all of the world."""
     if ranks is None:
         return np.arange(world, dtype=np.int64)
@@ -232,22 +273,18 @@ def _check_space(path: Path, batches: Sequence[Batch]) -> None:
     """Raise a UserError where the files cannot fit on the disk."""
     free = shutil.disk_usage(path.parent).free
     # The bound costs little and nearly always fits.
-    if _total(batches, lambda batch: batch.at_most) <= free:
-        return
-    if _total(batches, lambda batch: batch.size) > free:
+    fits = sum((batch.at_most or 0) * len(batch.ranks) for batch in batches) <= free
+    if not fits and _bytes(batches) > free:
         raise UserError(_disk_full(path, batches))
 
 
-def _total(batches: Sequence[Batch], size: Callable[[Batch], int | None]) -> int:
+def _bytes(batches: Sequence[Batch]) -> int:
     """Bytes of all files; a size that is not known before the file is made counts as zero."""
-    return sum((size(batch) or 0) * len(batch.ranks) for batch in batches)
+    return sum((batch.size or 0) * len(batch.ranks) for batch in batches)
 
 
 def _disk_full(path: Path, batches: Sequence[Batch]) -> str:
-    """The message for a disk that is too small, with leftovers that may be removed."""
-    needed = _total(batches, lambda batch: batch.size)
-    free = shutil.disk_usage(path.parent).free
+    """The message for a disk that is too small."""
+    needed, free = _bytes(batches), shutil.disk_usage(path.parent).free
     needs = f"needs {needed:,} bytes, " if needed else ""
-    stale = [str(folder) for folder in leftovers(path)]
-    hint = f"; of runs that were stopped, remove {', '.join(stale)}" if stale else ""
-    return f"{path}: disk full: {needs}{free:,} are free in {path.parent}{hint}"
+    return f"{path}: disk full: {needs}{free:,} are free in {path.parent}"

@@ -27,7 +27,7 @@ from stagewright.cli.main import commands
 from stagewright.errors import UserError
 from stagewright.time.measured import to_csv
 from stagewright.trace.formats import json as readable
-from stagewright.trace.unbundle import expand
+from stagewright.trace.write import expand
 
 pytestmark = pytest.mark.numerics  # whole bundles are written and read
 

@@ -45,7 +45,7 @@ def expand(
 ) -> None:
     """Write the traces of ranks of a bundle, byte for byte as generate writes them."""
     from stagewright.trace.formats.bundle import Bundle
-    from stagewright.trace.unbundle import expand
+    from stagewright.trace.write import expand
 
     started = time.perf_counter()
     source = Bundle(bundle)

@@ -51,7 +51,7 @@ def inspect(
 def _trace(file: str, rank: int | None) -> Generator[tuple[Path, str]]:
     """A trace to read, and its name; that of a bundle exists within the block."""
     from stagewright.trace.formats.archive import is_bundle
-    from stagewright.trace.unbundle import traces
+    from stagewright.trace.write import traces
 
     if is_bundle(file):
         with traces(file, [rank or 0]) as (path,):
