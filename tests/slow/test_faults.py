@@ -163,54 +163,6 @@ def test_two_runs_into_one_directory_do_not_mix(tmp_path: Path):
     assert all("exists already" in line or "cannot be written" in line for line in lines[:-1])
 
 
-BETWEEN = """
-SEEN = ("open", "os.scandir", "os.listdir", "os.mkdir", "os.rename", "os.rmdir", "os.remove")
-made = {nth: program(dp=nth * 2, tp=2) for nth in (1, 2)}
-whole, moment, count = {}, 0, itertools.count(1)
-
-def put(nth, at):
-    write(made[nth], at, manifest={"nth": nth}, force=True, workers=1)
-
-def files(at):
-    return sorted((f.name, f.read_bytes()) for f in Path(at).iterdir())
-
-def hook(event, args):
-    # Just before a run touches its files for the `moment`-th time, the other one comes and goes.
-    global moment
-    if moment and event in SEEN and (type(args[0]) is int or place in str(args[0])):
-        if next(count) == moment:
-            moment = 0
-            put(other, out)
-
-for nth in (1, 2):
-    put(nth, out + str(nth))
-    whole[nth] = files(out + str(nth))
-sys.addaudithook(hook)
-for first, other in ((1, 2), (2, 1)):
-    for before in (False, True):
-        for nth in itertools.count(1):
-            shutil.rmtree(out, ignore_errors=True)
-            if before:
-                put(1, out)
-            moment, count = nth, itertools.count(1)
-            put(first, out)
-            reached, moment = not moment, 0
-            assert files(out) in whole.values(), (first, before, nth)
-            left = [name for name in os.listdir(place) if name.startswith(".")]
-            assert not left, (first, before, nth, left)
-            if not reached:
-                break
-        print(nth)
-"""
-
-
-def test_a_run_that_replaces_another_between_any_two_steps_of_it(tmp_path: Path):
-    """With --force neither is refused, and neither touches a file of the other."""
-    moments = [int(line) for line in run(BETWEEN, tmp_path / "out").splitlines()]
-    assert len(moments) == 4
-    assert min(moments) > 12  # a directory, its lock, eight ranks, groups, manifest, its name
-
-
 TOO_LARGE = """
 import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
@@ -301,42 +253,3 @@ def test_verify_writes_nothing(tmp_path: Path):
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
     assert verify(tmp_path / "out").ok
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
-
-
-READERS = """
-import stagewright.check.verify as module
-write(program(), out, manifest={})
-pids = Path(place) / "pids"
-pids.mkdir()
-
-def slow(task):
-    (pids / str(os.getpid())).touch()
-    time.sleep(1 if how == "interrupt" else 60)
-    return real(task)
-
-def alive():
-    return [pid for pid in os.listdir(pids) if os.path.exists(f"/proc/{pid}")]
-
-real, module.check_files, module.FEW_BYTES, module.TASK_FILES = module.check_files, slow, 0, 1
-for how in ("kill", "reader", "interrupt"):
-    child = forked(lambda: module.verify(out, workers=2))
-    while len(alive()) < 2:
-        time.sleep(0.01)
-    victim = int(alive()[0]) if how == "reader" else child
-    os.kill(victim, signal.SIGINT if how == "interrupt" else signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    end = time.time() + 20
-    while alive() and time.time() < end:
-        time.sleep(0.05)
-    print(how, code, len(alive()), flush=True)
-    for pid in os.listdir(pids):
-        (pids / pid).unlink()
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads without processes elsewhere")
-def test_readers_end_with_their_parent(tmp_path: Path):
-    lines = run(READERS, tmp_path / "out").splitlines()
-    assert lines[0] == "kill -9 0"
-    assert lines[1].startswith("refused: a process that read traces was killed; if memory is short")
-    assert lines[2:] == ["reader 2 0", "interrupt 9 0"]

@@ -7,7 +7,7 @@ to whom, and, node by node, the structure.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from stagewright.arrays import Int, exact_sum
-from stagewright.check.files.findings import Findings
 from stagewright.check.files.groups import default_groups, read_groups
 from stagewright.check.files.profile import Key, Profile, Totals, profile, summed
-from stagewright.check.files.templates import TraceClass
+from stagewright.check.files.traces import find, parts_of, read
+from stagewright.check.files.world import WorldPart
 from stagewright.check.inspect import group_sizes, readable
-from stagewright.check.verify import find, read
+from stagewright.check.program import part_of
+from stagewright.check.report import Findings
 from stagewright.errors import UserError
 from stagewright.printable import printable
 from stagewright.program.columns import TaskKind
@@ -174,74 +175,60 @@ def _example(keys: Collection[tuple[int, ...]]) -> str:
 
 
 def _side(path: Path) -> DiffSide:
-    return _bundle(path) if is_bundle(path) else _traces(path)
+    if is_bundle(path):
+        program = Bundle(path).program()
+        ranks = [rank_class.ranks for rank_class in program.classes]
+        parts = [part_of(program, rank_class) for rank_class in program.classes]
+        groups = {group: np.array(members) for group, members in program.groups().items()}
+        # A rank of each class is expanded, and counted for all of its ranks.
+        with traces(path, [int(of[0]) for of in ranks]) as files:
+            return _sum_up(path, ranks, files, parts, groups, group_sizes(files[0]))
+    found = find(path)
+    classes = read(found, None, digests=False)
+    for finding in (finding for of in classes for finding in of.findings()):
+        if finding.code == "damaged":
+            raise UserError(finding.message)
+    first = next(iter(found.traces.values()))
+    file, sizes, groups = default_groups(first), group_sizes(first), dict[int, Int]()
+    if not found.single:
+        sizes[0] = len(found.traces)
+        groups = read_groups(file, 1 << 31, Findings()) if file is not None else {}
+    ranks = [np.array([0] if found.single else of.ranks) for of in classes]
+    return _sum_up(path, ranks, [of.first.path for of in classes], parts_of(classes), groups, sizes)
 
 
-def _bundle(path: Path) -> DiffSide:
-    """The side of a bundle: a rank of each class is expanded and counted for all of its ranks."""
-    program = Bundle(path).program()
-    with traces(path, [int(rank_class.ranks[0]) for rank_class in program.classes]) as files:
-        sizes = group_sizes(files[0])
-        profiles = [
-            (profile(file, sizes), len(rank_class.ranks))
-            for file, rank_class in zip(files, program.classes, strict=True)
-        ]
-    groups_used: dict[int, tuple[int, int]] = {}
-    pairs: list[tuple[Int, Int, int]] = []
-    for rank_class in program.classes:
-        tasks = rank_class.tasks
-        for slot in range(len(program.communicators)):
-            selected = (tasks.kind == TaskKind.COLLECTIVE) & (tasks.slot == slot)
-            if selected.any():
-                traffic = int(selected.sum()), exact_sum(tasks.comm_bytes[selected])
-                groups_used |= dict.fromkeys(
-                    np.unique(program.group_of(slot, rank_class.ranks)).tolist(), traffic
-                )
-        for slot in range(len(program.peers)):
-            count = int(((tasks.kind == TaskKind.SEND) & (tasks.slot == slot)).sum())
-            if count:
-                pairs.append((rank_class.ranks, program.peer_of(slot, rank_class.ranks), count))
-    groups = program.groups()
+def _sum_up(
+    path: Path,
+    ranks: Sequence[Int],
+    files: Sequence[Path],
+    parts: Sequence[WorldPart],
+    groups: Mapping[int, Int],
+    sizes: Mapping[int, int],
+) -> DiffSide:
+    """A side of ranks by class, of each class one file and one part; `sizes` are those of groups.
+
+    Of each group in use: collectives and bytes of one member.
+    """
+    profiles = [(profile(file, sizes), len(of)) for file, of in zip(files, ranks, strict=True)]
+    used: dict[int, tuple[int, int]] = {}
+    messages: list[tuple[Int, Int, int]] = []
+    for part in parts:
+        events = part.exchange.events
+        for slot, kind in enumerate(part.exchange.slot_kind.tolist()):
+            selected, partner = events.slot == slot, part.partner[:, slot]
+            if kind == TaskKind.COLLECTIVE:
+                traffic = int(selected.sum()), exact_sum(events.size[selected])
+                used |= dict.fromkeys(np.unique(partner).tolist(), traffic)
+            elif kind == TaskKind.SEND:
+                messages.append((part.ranks, partner, int(selected.sum())))
     return DiffSide(
         str(path),
-        program.mesh.world_size,
+        sum(map(len, ranks)),
         _numbers(profiles),
         summed(profiles),
-        {tuple(groups[group]): traffic for group, traffic in groups_used.items()},
-        Pairs.of(pairs),
-        [
-            (rank_class.ranks, class_profile.structure)
-            for rank_class, (class_profile, _) in zip(program.classes, profiles, strict=True)
-        ],
-    )
-
-
-def _traces(path: Path) -> DiffSide:
-    files = find(path)
-    classes = read(files, None, digests=False)
-    for trace_class in classes:
-        for found in trace_class.findings():
-            if found.code == "damaged":
-                raise UserError(found.message)
-    if path.is_file():
-        sizes = group_sizes(path)
-    else:
-        sizes = group_sizes(next(iter(files.traces.values())))
-        sizes[0] = len(files.traces)
-    profiles = [
-        (profile(trace_class.first.path, sizes), len(trace_class.ranks)) for trace_class in classes
-    ]
-    return DiffSide(
-        str(path),
-        len(files.traces),
-        _numbers(profiles),
-        summed(profiles),
-        _groups(path, classes, next(iter(files.traces.values()))),
-        _pairs(classes),
-        [
-            (np.array([0] if path.is_file() else trace_class.ranks), one.structure)
-            for trace_class, (one, _) in zip(classes, profiles, strict=True)
-        ],
+        {tuple(groups[g].tolist()): traffic for g, traffic in used.items() if g in groups},
+        Pairs.of(messages),
+        [(of, one.structure) for of, (one, _) in zip(ranks, profiles, strict=True)],
     )
 
 
@@ -257,40 +244,6 @@ def _numbers(profiles: list[tuple[Profile, int]]) -> dict[str, int]:
         "nodes of the longest path of a rank": max(one.depth for one, _ in profiles),
         "flops": sum(t.flops * n for one, n in profiles for t in one.totals.values()),
     }
-
-
-def _groups(
-    path: Path, classes: list[TraceClass], trace: Path
-) -> dict[tuple[int, ...], tuple[int, int]]:
-    """Ranks of each group in use -> collectives and bytes of one member."""
-    file = default_groups(trace)
-    if path.is_file() or file is None:
-        return {}
-    groups = read_groups(file, 1 << 31, Findings())
-    groups_used: dict[int, tuple[int, int]] = {}
-    for trace_class in classes:
-        if trace_class.first.exchange is None:
-            continue
-        events, kind = trace_class.first.exchange.events, trace_class.first.exchange.slot_kind
-        partner = np.stack(trace_class.partner)
-        for slot in np.flatnonzero(kind == TaskKind.COLLECTIVE).tolist():
-            selected = events.slot == slot
-            traffic = int(selected.sum()), int(events.size[selected].sum())
-            groups_used |= dict.fromkeys(np.unique(partner[:, slot]).tolist(), traffic)
-    return {tuple(groups[g].tolist()): t for g, t in groups_used.items() if g in groups}
-
-
-def _pairs(classes: list[TraceClass]) -> Pairs:
-    pieces: list[tuple[Int, Int, int]] = []
-    for trace_class in classes:
-        if trace_class.first.exchange is None:
-            continue
-        events, kind = trace_class.first.exchange.events, trace_class.first.exchange.slot_kind
-        count = np.bincount(events.slot, minlength=len(kind)).tolist()
-        ranks, partner = np.array(trace_class.ranks), np.stack(trace_class.partner)
-        for slot in np.flatnonzero(kind == TaskKind.SEND).tolist():
-            pieces.append((ranks, partner[:, slot], count[slot]))
-    return Pairs.of(pieces)
 
 
 def print_difference(difference: Difference, console: Console) -> None:

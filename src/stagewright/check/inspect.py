@@ -7,10 +7,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stagewright.check.files.findings import Findings
 from stagewright.check.files.groups import default_groups, read_groups
 from stagewright.check.files.profile import TYPES, Profile, json_value, profile
 from stagewright.check.files.reader import TraceReader
+from stagewright.check.report import Findings
 from stagewright.errors import UserError
 from stagewright.files import open_regular
 from stagewright.printable import printable

@@ -18,11 +18,19 @@ import numpy as np
 
 from stagewright.arrays import Int
 from stagewright.check.files.dependency_graph import DependencyGraph, graph_of_lists
-from stagewright.check.files.exchange import Events, Exchange, arranged
-from stagewright.check.files.findings import Findings
 from stagewright.check.files.hang import explain
 from stagewright.check.files.matching import check_world
-from stagewright.check.files.world import Match, Nodes, World, WorldPart, runs_in_order
+from stagewright.check.files.world import (
+    Events,
+    Exchange,
+    Match,
+    Nodes,
+    World,
+    WorldPart,
+    arranged,
+    runs_in_order,
+)
+from stagewright.check.report import Findings
 from stagewright.errors import UserError
 from stagewright.program.columns import COLLECTIVES, Program, RankClass, TaskKind, Tasks
 from stagewright.program.fold import fold
@@ -52,7 +60,7 @@ def check_program(program: Program) -> dict[str, object]:
     if large:
         program = fold(program)
     groups = {group: np.array(members) for group, members in program.groups().items()}
-    parts = [_part(program, rank_class) for rank_class in program.classes]
+    parts = [part_of(program, rank_class) for rank_class in program.classes]
     findings = Findings()
     world = World(parts, program.mesh.world_size, groups, findings)
     match = check_world(world)
@@ -127,7 +135,7 @@ def _fault(rank_class: RankClass, text: str, rows: Int) -> None:
         )
 
 
-def _part(program: Program, rank_class: RankClass) -> WorldPart:
+def part_of(program: Program, rank_class: RankClass) -> WorldPart:
     """A rank class as a part of the world."""
     tasks = rank_class.tasks
     rows = np.flatnonzero(np.isin(tasks.kind, (TaskKind.COLLECTIVE, TaskKind.SEND, TaskKind.RECV)))
@@ -140,14 +148,16 @@ def _part(program: Program, rank_class: RankClass) -> WorldPart:
         partners = program.group_of if kind_of_slot == TaskKind.COLLECTIVE else program.peer_of
         partner[:, column] = partners(at, rank_class.ranks)
     # Slots with the same partners, such as both directions of a ring of two, are merged.
-    columns = np.concatenate([slot_kind[None, :], partner])
-    _, first, merged = np.unique(columns, axis=1, return_index=True, return_inverse=True)
+    numbers: dict[tuple[int, bytes], int] = {}
+    keys = [(int(k), of.tobytes()) for k, of in zip(slot_kind, partner.T, strict=True)]
+    merged = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
+    first = [keys.index(key) for key in numbers]
     slot_kind, partner = slot_kind[first], partner[:, first]
     collective = kind == TaskKind.COLLECTIVE
     number = np.array([COMM_TYPES[name] for name in COLLECTIVES])
     op = np.where(collective, number[tasks.collective[rows]], -1)
     tag = np.where(collective, -1, tasks.tag[rows].astype(np.int64))
-    events = Events(rows, kind, op, tasks.comm_bytes[rows], tag, merged.ravel()[slot])
+    events = Events(rows, kind, op, tasks.comm_bytes[rows], tag, merged[slot])
     needed = tasks.data.astype(np.int64), tasks.order.astype(np.int64)
     graph = graph_of_lists((tasks.data_ptr, tasks.order_ptr), needed)
     # Ordered rows are linked directly; to search all dependencies would cost a second.

@@ -1,22 +1,24 @@
-"""Compiles the run in a manifest again, to compare the program with the traces beside it."""
+"""Compiles the run in a manifest again, to compare the program with the traces or the bundle."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from stagewright.check.files.reader import TraceReader
-from stagewright.check.files.templates import TraceClass
 from stagewright.errors import UserError
-from stagewright.files import open_regular
+from stagewright.executors import Threads
 from stagewright.lower.compile import compile
-from stagewright.program.columns import Program, TaskKind
+from stagewright.program.columns import Program, Tasks, Values
 from stagewright.time.astra_sim import with_least_bytes
-from stagewright.trace.formats.chakra import encode
-from stagewright.trace.formats.et_def import values
+from stagewright.trace.formats import chakra
 from stagewright.trace.recorded import least_bytes, load_experiment, recorded_model
+from stagewright.trace.templates import Share, most_at_once, shares
+from stagewright.trace.write import provenance
 
 
 def program_of(manifest: Path, nodes: int) -> Program | str:
@@ -39,47 +41,58 @@ def program_of(manifest: Path, nodes: int) -> Program | str:
         return f"the manifest's run cannot be compiled: {type(error).__name__}: {error}"
 
 
-def difference(program: Program, classes: Sequence[TraceClass]) -> str:
-    """The first difference between traces and program, in words; empty if they agree."""
-    for traces in classes:
-        rank = traces.ranks[0]
-        if rank >= program.mesh.world_size:
-            return f"rank {rank} is not in the run of the manifest"
-        path = traces.first.path
-        with open_regular(path) as file:
-            same = file.read() == encode(program, rank, _provenance(path))
-        if not same:
-            return f"{path.name} is not what this version makes of the manifest's run"
-        other = _wrong_partner(program, traces)
-        if other is not None:
-            return f"rank {other} has other partners than the manifest's run gives it"
+def changed_file(
+    program: Program,
+    manifest: Mapping[str, Any],
+    names: Mapping[int, str],
+    digests: Mapping[str, str],
+) -> str:
+    """The first file that is not what a program makes, in words; empty if all files are.
+
+    `names` of the files by rank, and their checksums.
+    """
+    if max(names) >= program.mesh.world_size:
+        return f"rank {max(names)} is not in the run of the manifest"
+    made: dict[int, str] = {}
+    batches = chakra.plan(program, np.array(sorted(names)), provenance(program, manifest))
+    Threads(most_at_once=most_at_once).run(_digests, shares(batches), made.update)
+    for rank, name in sorted(names.items()):
+        if made[rank] != digests[name]:
+            return f"{name} is not what this version makes of the manifest's run"
     return ""
 
 
-def _provenance(path: Path) -> dict[str, str | int]:
-    """The origin in a trace's metadata, without the entry that the writer adds itself."""
-    reader = TraceReader(path)
-    reader.close()
-    entries = {name: value for name, (_, value) in values(reader.metadata).items()}
-    entries.pop("pipeline_rank", None)
-    return entries
+def _digests(share: Share) -> dict[int, str]:
+    """Checksums of the files of a share, by rank."""
+    digests: dict[int, str] = {}
+    for rank in share.ranks.tolist():
+        with share.template.stamped(rank) as data:
+            digests[rank] = hashlib.sha256(data).hexdigest()
+    return digests
 
 
-def _wrong_partner(program: Program, traces: TraceClass) -> int | None:
-    """A rank with other partners than in the program; the first rank of the class is right."""
-    if traces.first.exchange is None:
-        return None
-    rank = traces.ranks[0]
-    ranks = np.array(traces.ranks)
-    (rank_class,) = (rank_class for rank_class in program.classes if rank in rank_class.ranks)
-    if not np.isin(ranks, rank_class.ranks).all():
-        return int(ranks[~np.isin(ranks, rank_class.ranks)][0])
-    events, partner = traces.first.exchange.events, np.stack(traces.partner)
-    pairs = np.stack([events.slot, rank_class.tasks.slot[events.row].astype(np.int64)], axis=1)
-    for slot, planned in np.unique(pairs, axis=0).tolist():
-        collective = traces.first.exchange.slot_kind[slot] == TaskKind.COLLECTIVE
-        wanted = (program.group_of if collective else program.peer_of)(planned, ranks)
-        wrong = np.flatnonzero(wanted != partner[:, slot])
-        if len(wrong):
-            return int(ranks[wrong[0]])
-    return None
+def difference(one: Program, two: Program, *, but: str = "") -> str:
+    """The first difference between programs, in words; column `but` is not compared."""
+    for name in ("mesh", "communicators", "peers"):
+        if getattr(one, name) != getattr(two, name):
+            return name
+    if len(one.classes) != len(two.classes):
+        return "the number of rank classes"
+    for a, b in zip(one.classes, two.classes, strict=True):
+        compared = [
+            (a, b, ("ranks", "pipeline_rank", "memory")),
+            (a.tasks, b.tasks, tuple(field.name for field in fields(Tasks))),
+            (a.values, b.values, tuple(field.name for field in fields(Values))),
+        ]
+        for x, y, names in compared:
+            for name in names:
+                if name != but and not _same(getattr(x, name), getattr(y, name)):
+                    return f"{name} of pipeline rank {a.pipeline_rank}"
+    return ""
+
+
+def _same(one: object, two: object) -> bool:
+    """True if two fields are equal."""
+    if isinstance(one, np.ndarray) and isinstance(two, np.ndarray):
+        return np.array_equal(one, two)  # pyright: ignore
+    return one == two

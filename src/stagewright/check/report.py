@@ -1,11 +1,68 @@
-"""The report of a check: size of traces or a bundle, and findings."""
+"""Findings of a check, errors and warnings in words, and the report that holds them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from stagewright.check.files.findings import Finding
+Level = Literal["error", "warning"]
+
+
+class Finding(NamedTuple):
+    """An error or warning: the first of its kind, and on how many nodes and ranks it occurs."""
+
+    level: Level
+    code: str  # the kind: a few words with dashes, for programs
+    message: str
+    rank: int | None = None
+    nodes: int = 1
+    ranks: int = 1
+
+
+class Findings:
+    """Findings by kind, in order of the first of each."""
+
+    def __init__(self, rank: int | None = None) -> None:
+        """`rank`: the rank whose file is checked, if it is one file."""
+        self.rank = rank
+        self._kinds: dict[str, Finding] = {}
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self._kinds.values())
+
+    def __contains__(self, code: str) -> bool:
+        return code in self._kinds
+
+    @property
+    def errors(self) -> bool:
+        """True if any is an error."""
+        return any(finding.level == "error" for finding in self)
+
+    def error(self, code: str, message: str, nodes: int = 1) -> None:
+        """Add an error: no reader can run the trace."""
+        self.add(Finding("error", code, message, self.rank, nodes))
+
+    def warn(self, code: str, message: str, nodes: int = 1) -> None:
+        """Add a warning: some reader cannot run the trace, or runs it otherwise."""
+        self.add(Finding("warning", code, message, self.rank, nodes))
+
+    def add(self, finding: Finding) -> None:
+        """Add a finding; the first of a kind stays, the others are counted."""
+        earlier = self._kinds.get(finding.code)
+        if earlier is not None:
+            nodes, ranks = earlier.nodes + finding.nodes, earlier.ranks + finding.ranks
+            finding = earlier._replace(nodes=nodes, ranks=ranks)
+        self._kinds[finding.code] = finding
+
+    def take(self, code: str) -> Finding | None:
+        """Remove and return the finding of a kind, if there is one."""
+        return self._kinds.pop(code, None)
+
+    def update(self, findings: Iterable[Finding]) -> None:
+        """Add several findings."""
+        for finding in findings:
+            self.add(finding)
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ A directory holds everything or does not exist, whatever stops the run. A run th
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import os
@@ -138,19 +139,27 @@ def _new_sibling(path: Path, suffix: str) -> Path:
 
 
 def _rename(folder: Path, path: Path, force: bool) -> None:
-    """Give the directory its name; an old one is removed only once the new one is in place."""
-    if not (force and path.exists()):
-        folder.rename(path)
-        return
-    check_output(path, force)
-    old = _new_sibling(path, "old")
+    """Give the directory its name; an old one is removed only once the new one is in place.
+
+    With `force`, what another run has put there meanwhile is an old one too.
+    """
+    old = None
     try:
-        path.rename(old / path.name)
+        if force and path.exists():
+            check_output(path, force)
+            old = _new_sibling(path, "old")
+            with suppress(FileNotFoundError):  # another run has moved it
+                path.rename(old / path.name)
         folder.rename(path)
-    except BaseException:
-        with suppress(OSError):
-            if not path.exists():  # else another run has put its own there
+    except BaseException as error:
+        if old is not None and not path.exists():
+            with suppress(OSError):
                 (old / path.name).rename(path)
-            old.rmdir()
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+        taken = isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST)
+        if force and taken:
+            _rename(folder, path, force)
+        else:
+            raise
+    finally:
+        if old is not None and path.exists():
+            shutil.rmtree(old, ignore_errors=True)

@@ -113,12 +113,12 @@ def _write_ranks(
     """
     path = _absolute(out)
     format = custom or FORMATS[head["format"]]
-    provenance = _provenance(program, head)
+    origin = provenance(program, head)
     written = _WrittenRanks(len(ranks), options.get("progress"))
     batches: Sequence[Batch] = ()
     try:
         with staged(path, options.get("force", False)) as folder:
-            batches = format.plan(program, ranks, provenance)
+            batches = format.plan(program, ranks, origin)
             if sum(len(batch.ranks) for batch in batches) != len(ranks):
                 raise ValueError("the classes of the program do not hold every rank once")
             _check_space(path, batches)
@@ -126,7 +126,7 @@ def _write_ranks(
                 threads = Threads(options.get("workers"), most_at_once)
                 threads.run(ShareWriter(folder, format.file), shares(batches), written.add)
             else:
-                writer = RangeWriter(program, folder, head["format"], provenance)
+                writer = RangeWriter(program, folder, head["format"], origin)
                 cluster.run(writer, ranges(batches, cluster.workers), written.add)
                 _check_there(folder, written.files.values())
             files = [written.files[rank] for rank in sorted(written.files)]
@@ -231,7 +231,7 @@ def _check_there(folder: Path, files: Iterable[WrittenFile]) -> None:
             raise OSError(f"{file.name} is not what another machine wrote; name a shared directory")
 
 
-def _provenance(program: Program, head: Mapping[str, Any]) -> dict[str, str | int]:
+def provenance(program: Program, head: Mapping[str, Any]) -> dict[str, str | int]:
     """The origin of a trace, for its metadata."""
     mesh = ",".join(f"{name}={size}" for name, size in program.mesh.axes)
     return {

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,13 @@ from handmade import (
 )
 from hang_search import search
 from helpers import cases, times
-from stagewright.check.files.findings import Findings
 from stagewright.check.files.groups import read_groups
 from stagewright.check.files.world import World as CheckedWorld
 from stagewright.check.program import Unsound, check_program
-from stagewright.check.report import Report
+from stagewright.check.report import Findings, Report
 from stagewright.check.verify import find, parts_of, read, verify
 from stagewright.errors import UserError
+from stagewright.executors import Processes
 from stagewright.lower.compile import compile
 from stagewright.program.columns import Program
 from stagewright.run.settings import Run
@@ -99,8 +100,9 @@ def test_some_ranks_of_a_run(tmp_path: Path):
 
 
 def test_many_ranks_and_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("stagewright.check.verify.FEW_BYTES", 0)
-    monkeypatch.setattr("stagewright.check.verify.TASK_FILES", 1)
+    at_once = partial(Processes, worth=0.0)
+    monkeypatch.setattr("stagewright.check.files.traces.Processes", at_once)
+    monkeypatch.setattr("stagewright.check.files.traces.TASK_FILES", 1)
     folder = generated(tmp_path / "out", tp=4, dp=32, pp=2)
     report = verify(folder, workers=2)
     assert report.ok

@@ -20,8 +20,8 @@ from click.testing import CliRunner, Result
 import fuzz
 import stagewright as sw
 from helpers import some
-from stagewright.check.bundle import difference
 from stagewright.check.diff import diff
+from stagewright.check.regenerate import difference
 from stagewright.check.verify import verify
 from stagewright.cli.main import commands
 from stagewright.errors import UserError

@@ -10,9 +10,9 @@ from typing import Any, cast
 import numpy as np
 
 from stagewright.arrays import Int
-from stagewright.check.files.findings import Findings
 from stagewright.check.files.rules import group_id
 from stagewright.check.files.world import World
+from stagewright.check.report import Findings
 from stagewright.errors import UserError
 from stagewright.files import from_json, read_bytes
 from stagewright.program.columns import TaskKind

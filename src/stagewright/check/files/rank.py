@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Int
 from stagewright.check.files.dependency_graph import DependencyGraph, graph_of_ids
-from stagewright.check.files.exchange import Events, Exchange, Spots, arranged, slots
-from stagewright.check.files.findings import Finding, Findings, Level
 from stagewright.check.files.reader import STRING, Damaged, NodeBlock, TraceReader
 from stagewright.check.files.rules import (
     COLL,
@@ -31,6 +29,8 @@ from stagewright.check.files.rules import (
     group_id,
     label,
 )
+from stagewright.check.files.world import Events, Exchange, Spots, arranged, slots
+from stagewright.check.report import Finding, Findings, Level
 from stagewright.trace.formats.et_def import MetadataMessage, NodeType
 from stagewright.trace.formats.wire import Words
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from stagewright.arrays import Bool, Int
-from stagewright.check.files.findings import Level
 from stagewright.check.files.reader import BOOL, LARGEST, STRING, AttributeColumn
+from stagewright.check.report import Level
 from stagewright.program.columns import TaskKind
 from stagewright.time.astra_sim import BYTES_PER_NS, FLOPS_PER_NS
 from stagewright.trace.formats import et_def

@@ -1,4 +1,4 @@
-"""Reads many traces of one size; those that differ only in their partners are checked once.
+"""Finds and reads the traces of a directory; those that differ only in partners are checked once.
 
 Ranks of one program have files of the same bytes but for the names of groups, the ranks of peers
 and their own rank. The first file of a class is read and checked node by node; of the others it is
@@ -10,26 +10,121 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from stagewright.arrays import Bool, Int
 from stagewright.check.files.dependency_graph import graph_of_ids
-from stagewright.check.files.findings import Finding
+from stagewright.check.files.groups import read_json
 from stagewright.check.files.rank import Checked, check_trace
 from stagewright.check.files.reader import Damaged, TraceReader
 from stagewright.check.files.rules import LOAD, STORE, group_id, label
-from stagewright.check.files.world import Nodes
+from stagewright.check.files.world import Nodes, WorldPart
+from stagewright.check.report import Finding
+from stagewright.errors import UserError
+from stagewright.executors import Processes, cores
 from stagewright.files import open_regular
 from stagewright.program.columns import TaskKind
 from stagewright.trace.formats.wire import Bytes, Words
+from stagewright.trace.manifest import MANIFEST
 
 MOST_COMPARED = 1 << 28
 """Most bytes of the files that a process holds in memory to compare others with them."""
+TASK_FILES = 64
+"""Files of a task at least: to read the first node by node takes as long as to compare these."""
+
+NAME = re.compile(r"(?P<prefix>.+)\.(?P<rank>0|[1-9][0-9]{0,8})\.et")
+
+
+class TraceFiles(NamedTuple):
+    """The traces of a directory, and its manifest."""
+
+    folder: Path
+    traces: dict[int, Path]  # by rank, ascending
+    manifest: dict[str, Any]  # empty: no manifest of Stagewright's
+    damage: str = ""  # why the manifest cannot be read
+    single: bool = False  # one file was named, and no directory
+
+
+def find(path: Path) -> TraceFiles:
+    """The traces of a directory, or of `directory/prefix`, or one file."""
+    if path.is_file():
+        match = NAME.fullmatch(path.name)
+        rank = int(match["rank"]) if match else 0
+        return TraceFiles(path.parent, {rank: path}, {}, single=True)
+    folder, wanted = (path, None) if path.is_dir() else (path.parent, path.name)
+    if not folder.is_dir():
+        raise UserError(f"{path}: no such directory")
+    if wanted is not None and path.exists():
+        try:
+            open_regular(path).close()
+        except OSError as error:
+            raise UserError(
+                f"{path}: cannot be read: {error.strerror}; wanted a directory of traces, a trace "
+                "or a bundle"
+            ) from None
+    by_prefix: dict[str, dict[int, Path]] = {}
+    try:
+        for entry in folder.iterdir():
+            match = NAME.fullmatch(entry.name)
+            if match and wanted in (None, match["prefix"]):
+                by_prefix.setdefault(match["prefix"], {})[int(match["rank"])] = entry
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    if not by_prefix:
+        raise UserError(f"{path}: holds no traces, that is files such as workload.0.et")
+    if len(by_prefix) > 1:
+        prefixes = ", ".join(str(folder / prefix) for prefix in sorted(by_prefix)[:4])
+        raise UserError(f"{path}: holds traces of several runs; name one of {prefixes}")
+    (traces,) = by_prefix.values()
+    manifest = folder / MANIFEST
+    content: Any = None
+    damage = ""
+    if manifest.is_file():
+        try:
+            content = read_json(manifest, len(traces))
+        except UserError as error:
+            damage = str(error)
+    is_ours = isinstance(content, dict) and "stagewright" in content
+    listed = cast("dict[str, Any]", content) if is_ours else {}
+    return TraceFiles(folder, dict(sorted(traces.items())), listed, damage)
+
+
+def read(files: TraceFiles, workers: int | None, *, digests: bool) -> list[TraceClass]:
+    """Read and check every file, in several processes where that takes less time."""
+    sizes = {rank: _size(path) for rank, path in files.traces.items()}
+    by_size = sorted(files.traces, key=lambda rank: (-sizes[rank], rank))
+    processes = workers or cores()
+    tasks: list[ReadTask] = []
+    for size, ranks in groupby(by_size, key=sizes.__getitem__):
+        equal_size = list(ranks)
+        fewest = TASK_FILES if size <= MOST_COMPARED else 1
+        parts = max(1, min(processes, len(equal_size) // fewest))
+        for part in np.array_split(equal_size, parts):
+            paths = tuple((rank, files.traces[rank]) for rank in part.tolist())
+            tasks.append(ReadTask(paths, digests))
+    found: list[TraceClass] = []
+    try:
+        Processes(processes).run(check_files, tasks, found.extend)
+    except BrokenProcessPool:
+        raise UserError(
+            "a process that read traces was killed; if memory is short, use one worker"
+        ) from None
+    return sorted(merge_classes(found), key=lambda traces: min(traces.ranks))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 @dataclass(slots=True)
@@ -192,6 +287,20 @@ def merge_classes(classes: list[TraceClass]) -> list[TraceClass]:
         same.sizes += traces.sizes
         same.digests |= traces.digests
     return merged
+
+
+def parts_of(classes: Sequence[TraceClass]) -> list[WorldPart]:
+    """The parts of a world: the trace classes that have no error which prevents a comparison."""
+    return [
+        WorldPart(
+            np.array(traces.ranks),
+            traces.first.exchange,
+            np.stack(traces.partner),
+            TraceSource(traces.first.path),
+        )
+        for traces in classes
+        if traces.first.exchange is not None
+    ]
 
 
 @dataclass(slots=True)
