@@ -47,7 +47,7 @@ from stagewright.errors import UserError
 from stagewright.program.fit import peak_in_program_order
 from stagewright.time.simulate.timeline import TICK
 from stagewright.trace.formats.bundle import Bundle
-from stagewright.trace.unbundle import expand
+from stagewright.trace.write import expand
 
 STEPS = 200
 """Steps in a record: all cases, the rest drawn at random."""

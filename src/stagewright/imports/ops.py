@@ -69,7 +69,7 @@ class OpCall:
         )  # fmt: skip
 
 
-Row = Callable[["Translation", TracedNode], None]
+Row = Callable[["Translation", TracedNode], object]
 
 
 class Translation:
@@ -122,18 +122,42 @@ class Translation:
         )  # fmt: skip
         return name
 
-    def aligned(self, node: TracedNode, name: str) -> Labels:
-        """The labels of an operand that is broadcast to the node's shape."""
-        labels = tuple(range(len(node.shape)))
-        return labels[len(labels) - len(self.shape(name)) :]
-
     def elementwise(
         self, node: TracedNode, op: str, *names: str, suffix: str = "", **attrs: Any
     ) -> str:
-        """A call on operands that are broadcast to the node's shape."""
-        ins = [self.aligned(node, name) for name in names]
+        """A call on operands that are broadcast to the node's shape; by default all of the node."""
+        names = names or tuple(node.operands())
         out = tuple(range(len(node.shape)))
+        ins = [out[len(out) - len(self.shape(name)) :] for name in names]
         return self.emit(node, op, names, ins, out, suffix=suffix, **attrs)
+
+    def over_last_dim(self, node: TracedNode, op: str, x: str, *weights: str, **attrs: Any) -> None:
+        """A call that needs all of the last dim, with weights along it."""
+        labels = tuple(range(len(node.shape)))
+        ins = (labels, *[labels[-1:]] * len(weights))
+        self.emit(node, op, (x, *weights), ins, labels, unsplit=labels[-1:], **attrs)
+
+    def view(self, node: TracedNode, out: Labels, *, name: str = "", ins: Labels = ()) -> str:
+        """The dims of an operand, numbered or labelled `ins`, in the order `out`."""
+        name = name or self.name(node.args[0])
+        return self.emit(node, "view", [name], [ins or tuple(range(len(self.shape(name))))], out)
+
+    def same(self, node: TracedNode) -> None:
+        """The same value."""
+        self.view(node, tuple(range(len(node.shape))))
+
+    def reshape(self, node: TracedNode, name: str = "", **how: Any) -> str:
+        """Dims that are split and joined in order."""
+        return self.emit(node, "reshape", (name or self.name(node.args[0]),), ((),), (), **how)
+
+    def part(self, node: TracedNode, x: str, dim: int, start: int, **how: Any) -> str:
+        """The elements from `start` of a dim, as many as the result has there."""
+        labels = tuple(range(len(self.shape(x))))
+        out = tuple("p" if i == dim else i for i in labels)
+        unsplit = (dim, "p")
+        return self.emit(
+            node, "slice", [x], [labels], out, unsplit=unsplit, dim=dim, start=start, **how
+        )
 
     def bytes_only(self, node: TracedNode, *names: str, **how: Any) -> None:
         """A call that reads its operands and writes its result; all its dims are whole.
@@ -211,42 +235,37 @@ def _linear(t: Translation, node: TracedNode) -> None:
     """x W', with a bias if given."""
     x, w = (t.name(a) for a in node.args[:2])
     lead = tuple(range(len(t.shape(x)) - 1))
-    bias = node.args[2] if len(node.args) > 2 else None
     ins, out = ((*lead, "i"), ("o", "i")), (*lead, "o")
-    product = t.emit(node, "einsum", (x, w), ins, out, suffix=".product" if bias else "")
-    if bias:
-        t.elementwise(node, "add", product, t.name(bias))
-
-
-def _addmm(t: Translation, node: TracedNode) -> None:
-    """A bias plus a product of two matrices."""
-    bias, x, w = (t.name(a) for a in node.args[:3])
-    product = t.emit(
-        node, "einsum", (x, w), (("n", "i"), ("i", "o")), ("n", "o"), suffix=".product"
-    )
-    t.elementwise(node, "add", product, bias)
+    _product(t, node, (x, w), ins, out, argument(node, 2))
 
 
 def _matmul(t: Translation, node: TracedNode) -> None:
-    """A product of two values of any number of dims."""
-    x, y = (t.name(a) for a in node.args[:2])
+    """A product of two values of any number of dims, behind a bias if it is added (addmm)."""
+    *bias, x, y = node.args[: 3 if "add" in node.op else 2]
+    x, y = t.name(x), t.name(y)
     a, b = len(t.shape(x)), len(t.shape(y))
     lead = tuple(range(max(a, b) - 2)) if min(a, b) > 1 else tuple(range(max(a, b) - 1))
     if a == 1 or b == 1:
         ins = ((*lead, "i") if a > 1 else ("i",), ("i",)) if b == 1 else (("i",), ("i", "o"))
-        t.emit(node, "einsum", (x, y), ins, lead if b == 1 else ("o",))
-        return
-    of_x, of_y = lead[len(lead) - (a - 2) :], lead[len(lead) - (b - 2) :]
-    ins = (*of_x, "n", "i"), (*of_y, "i", "o")
-    t.emit(node, "einsum", (x, y), ins, (*lead, "n", "o"))
+        out = lead if b == 1 else ("o",)
+    else:
+        of_x, of_y = lead[len(lead) - (a - 2) :], lead[len(lead) - (b - 2) :]
+        ins, out = ((*of_x, "n", "i"), (*of_y, "i", "o")), (*lead, "n", "o")
+    _product(t, node, (x, y), ins, out, *bias)
 
 
-def _baddbmm(t: Translation, node: TracedNode) -> None:
-    """A bias plus products of matrices."""
-    bias, x, y = (t.name(a) for a in node.args[:3])
-    ins = (0, "n", "i"), (0, "i", "o")
-    product = t.emit(node, "einsum", (x, y), ins, (0, "n", "o"), suffix=".product")
-    t.elementwise(node, "add", product, bias)
+def _product(
+    t: Translation,
+    node: TracedNode,
+    operands: Sequence[str],
+    ins: Sequence[Labels],
+    out: Labels,
+    bias: Any = None,
+) -> None:
+    """A product, plus a bias if given."""
+    product = t.emit(node, "einsum", operands, ins, out, suffix=".product" if bias else "")
+    if bias:
+        t.elementwise(node, "add", product, t.name(bias))
 
 
 def _einsum(t: Translation, node: TracedNode) -> None:
@@ -320,10 +339,9 @@ def _convolution(t: Translation, node: TracedNode) -> None:
     shape: tuple[Extent, ...] = node.shape
     if groups > 1:
         grouped = (t.shape(x)[0], groups, int(channels) // groups, *t.shape(x)[2:])
-        source = t.emit(node, "reshape", (x,), ((),), (), suffix=".groups", shape=grouped)
+        source = t.reshape(node, x, suffix=".groups", shape=grouped)
         parts = (groups, int(weight[0]) // groups, *weight[1:])
-        matrix = t.emit(node, "reshape", (w,), ((),), (), suffix=".weight", shape=parts,
-                        dtype=t.calls[w].dtype)  # fmt: skip
+        matrix = t.reshape(node, w, suffix=".weight", shape=parts, dtype=t.calls[w].dtype)
         shape = (node.shape[0], groups, int(node.shape[1]) // groups, *node.shape[2:])
     of_weight = ("i", "o") if transposed else ("o", "i")
     ins = ("b", *lead, "i", *places), (*lead, *of_weight, *taps)
@@ -333,7 +351,7 @@ def _convolution(t: Translation, node: TracedNode) -> None:
         shape=shape, unsplit={*places, *taps, *out_places}, **window,
     )  # fmt: skip
     if groups > 1:
-        result = t.emit(node, "reshape", (result,), ((),), (), suffix=".joined" if bias else "")
+        result = t.reshape(node, result, suffix=".joined" if bias else "")
     if bias:
         out = tuple(range(len(node.shape)))
         t.emit(node, "add", (result, t.name(bias)), (out, (1,)), out)
@@ -353,41 +371,28 @@ def _attention(t: Translation, node: TracedNode) -> None:
     if node.kwargs.get("is_causal"):
         mask = "causal"
     lead = tuple(range(len(t.shape(q)) - 3))
-    if t.shape(k)[-3] != t.shape(q)[-3]:  # enable_gqa: query heads are groups of key heads
-        heads, keys = int(t.shape(q)[-3]), int(t.shape(k)[-3])
-        repeated_shape = (*t.shape(k)[:-3], keys, heads // keys, *t.shape(k)[-2:])
-        labels = (*lead, "h", "k", "x")
-        keys_and_values: list[str] = []
-        for which, name in (("k", k), ("v", v)):
-            repeated = (*t.shape(name)[:-3], keys, heads // keys, *t.shape(name)[-2:])
-            repeated = t.emit(
-                node, "view", (name,), (labels,), (*lead, "h", "r", "k", "x"),
-                suffix=f".{which}", shape=repeated,
-            )  # fmt: skip
-            flat = (*repeated_shape[: len(lead)], heads, *t.shape(name)[-2:])
-            keys_and_values.append(
-                t.emit(node, "reshape", (repeated,), ((),), (), suffix=f".{which}s", shape=flat)
-            )
-        k, v = keys_and_values
+    heads, keys = t.shape(q)[-3], t.shape(k)[-3]
+    if keys != heads:  # enable_gqa: query heads are groups of key heads
+        copies = int(heads) // int(keys)
+        k, v = (_repeated(t, node, name, which, copies) for name, which in ((k, "k"), (v, "v")))
     ins = (*lead, "h", "q", "d"), (*lead, "h", "k", "d"), (*lead, "h", "k", "v")
-    operands = [q, k, v]
     if mask in ("given", "other"):
         t.as_bytes["a mask of attention that is data"] += 1
     t.emit(
-        node, "attention", operands, ins, (*lead, "h", "q", "v"), unsplit=("d", "v"),
+        node, "attention", (q, k, v), ins, (*lead, "h", "q", "v"), unsplit=("d", "v"),
         causal=mask == "causal", window=window,
         **({"copied": True} if node.kwargs.get("copied") else {}),
     )  # fmt: skip
 
 
-def _norm(t: Translation, node: TracedNode) -> None:
-    """our.norm: over the last dim."""
-    x, *weights = (t.name(a) for a in node.args)
-    labels = tuple(range(len(node.shape)))
-    t.emit(
-        node, "norm", (x, *weights), (labels, *[labels[-1:]] * len(weights)), labels,
-        unsplit=labels[-1:], **node.kwargs,
-    )  # fmt: skip
+def _repeated(t: Translation, node: TracedNode, name: str, which: str, copies: int) -> str:
+    """Keys or values [..., heads, S, D] with `copies` of each head."""
+    *lead, heads, length, width = t.shape(name)
+    labels = (*range(len(lead)), "h", "k", "x")
+    out = (*labels[:-2], "r", *labels[-2:])
+    shape = (*lead, heads, copies, length, width)
+    made = t.emit(node, "view", (name,), (labels,), out, suffix=f".{which}", shape=shape)
+    return t.reshape(node, made, suffix=f".{which}s", shape=(*lead, heads * copies, length, width))
 
 
 def _layer_norm(t: Translation, node: TracedNode) -> None:
@@ -399,11 +404,7 @@ def _layer_norm(t: Translation, node: TracedNode) -> None:
         t.bytes_only(node, x, *weights)
         return
     fn = "rmsnorm" if "rms_norm" in node.op else "layernorm"
-    labels = tuple(range(len(node.shape)))
-    t.emit(
-        node, "norm", (x, *weights), (labels, *[labels[-1:]] * len(weights)), labels,
-        unsplit=labels[-1:], fn=fn,
-    )  # fmt: skip
+    t.over_last_dim(node, "norm", x, *weights, fn=fn)
 
 
 def _group_norm(t: Translation, node: TracedNode) -> None:
@@ -435,9 +436,7 @@ def _embedding_bag(t: Translation, node: TracedNode, call: TracedNode) -> None:
         return
     bag = int(str(length)) if length.is_number else str(length)
     grouped = (node.shape[0], bag)
-    ids = t.emit(
-        node, "reshape", (ids,), ((),), (), suffix=".bags", shape=grouped, dtype=t.calls[ids].dtype
-    )
+    ids = t.reshape(node, ids, suffix=".bags", shape=grouped, dtype=t.calls[ids].dtype)
     rows = t.emit(
         node, "embedding", (ids, table), (("b", "l"), ("v", "m")), ("b", "l", "m"), suffix=".rows",
         shape=(*grouped, node.shape[1]),
@@ -448,16 +447,9 @@ def _embedding_bag(t: Translation, node: TracedNode, call: TracedNode) -> None:
         t.elementwise(node, "scale", made, by=1 / bag if isinstance(bag, int) else 1.0)
 
 
-def _rope(t: Translation, node: TracedNode) -> None:
-    """our.rope: rotary position."""
-    labels = tuple(range(len(node.shape)))
-    t.emit(node, "rope", [t.name(node.args[0])], [labels], labels, unsplit=labels[-1:])
-
-
 def _softmax(t: Translation, node: TracedNode) -> None:
     """A softmax over the last dim; a constant causal mask that was added is its attribute."""
     x, dim = t.name(node.args[0]), int(node.args[1]) % len(node.shape)
-    labels = tuple(range(len(node.shape)))
     if dim != len(node.shape) - 1:
         t.as_bytes["softmax"] += 1
         t.bytes_only(node, x)
@@ -472,7 +464,7 @@ def _softmax(t: Translation, node: TracedNode) -> None:
         if constant.op == "constant" and attrs.get("mask") == "causal" and not attrs.get("hides"):
             x = operand.operands[0]
             mask = {"causal": True, "window": attrs.get("window", 0)}
-    t.emit(node, "softmax", [x], [labels], labels, unsplit=labels[-1:], **mask)
+    t.over_last_dim(node, "softmax", x, **mask)
 
 
 def _cross_entropy(t: Translation, node: TracedNode) -> None:
@@ -492,18 +484,23 @@ def _experts(t: Translation, node: TracedNode) -> None:
 
 def _add(t: Translation, node: TracedNode, sign: float = 1.0) -> None:
     """A sum, of two values or of a value and a number; `alpha` weighs the second."""
-    tensors = [a.name for a in node.args[:2] if isinstance(a, Ref)]
-    alpha = float(node.kwargs.get("alpha") or (node.args[2] if len(node.args) > 2 else 1) or 1)
+    tensors, number = _tensors_and_number(node)
     if len(tensors) == 1:
-        number = next(a for a in node.args[:2] if not isinstance(a, Ref))
-        by = float(number) if isinstance(number, int | float) else 1.0
-        t.elementwise(node, "shift", tensors[0], by=by * sign)
+        t.elementwise(node, "shift", *tensors, by=number * sign)
         return
     x, y = tensors
+    alpha = float(node.kwargs.get("alpha") or argument(node, 2, 1) or 1)
     if sign * alpha != 1:
         whose = replace(node, shape=t.shape(y), dtype=t.calls[y].dtype)
         y = t.elementwise(whose, "scale", y, suffix=".negative", by=sign * alpha)
     t.elementwise(node, "add", x, y)
+
+
+def _tensors_and_number(node: TracedNode) -> tuple[list[str], float]:
+    """The operands of a sum or product; the number is 1 where it is none, or not known."""
+    tensors = [a.name for a in node.args[:2] if isinstance(a, Ref)]
+    numbers = [float(a) for a in node.args[:2] if isinstance(a, int | float)]
+    return tensors, numbers[0] if numbers else 1.0
 
 
 def _subtract(t: Translation, node: TracedNode) -> None:
@@ -511,23 +508,20 @@ def _subtract(t: Translation, node: TracedNode) -> None:
     if isinstance(node.args[0], Ref):
         _add(t, node, -1.0)
         return
-    name = t.name(node.args[1])
+    (name,), number = _tensors_and_number(node)
     negative = t.elementwise(node, "scale", name, suffix=".negative", by=-1.0)
-    t.elementwise(node, "shift", negative, by=_float(node.args[0]))
+    t.elementwise(node, "shift", negative, by=number)
 
 
 def _multiply(t: Translation, node: TracedNode) -> None:
-    """A product, of two values or of a value and a number."""
-    tensors = [a.name for a in node.args[:2] if isinstance(a, Ref)]
+    """A product, of two values or of a value and a number; a constant of one element is one."""
+    tensors, number = _tensors_and_number(node)
+    if len(tensors) == 2:
+        tensors = [n for n in tensors if not _is_constant_number(t, n)] or tensors
     if len(tensors) == 1:
-        number = next((a for a in node.args[:2] if not isinstance(a, Ref)), 1.0)
-        t.elementwise(node, "scale", tensors[0], by=_float(number))
-        return
-    numbers = [n for n in tensors if _is_constant_number(t, n)]
-    if numbers and len(numbers) < len(tensors):
-        t.elementwise(node, "scale", next(n for n in tensors if n not in numbers), by=1.0)
-        return
-    t.elementwise(node, "times", *tensors)
+        t.elementwise(node, "scale", *tensors, by=number)
+    else:
+        t.elementwise(node, "times", *tensors)
 
 
 def _is_constant_number(t: Translation, name: str) -> bool:
@@ -535,23 +529,19 @@ def _is_constant_number(t: Translation, name: str) -> bool:
     return t.calls[name].op in ("constant", "buffer") and all(n == 1 for n in t.shape(name))
 
 
-def _float(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else 1.0
-
-
 def _divide(t: Translation, node: TracedNode) -> None:
     """A quotient, as a product with the reciprocal."""
     x, y = node.args[:2]
+    tensors, number = _tensors_and_number(node)
     if not isinstance(y, Ref):
-        by = _float(y)
-        t.elementwise(node, "scale", t.name(x), by=1 / by if by else 1.0)
+        t.elementwise(node, "scale", t.name(x), by=1 / number if number else 1.0)
         return
     whose = replace(node, shape=t.shape(y.name), dtype=t.calls[y.name].dtype)
     inverse = t.elementwise(whose, "act", y.name, suffix=".inverse", fn="reciprocal")
-    if isinstance(x, Ref):
-        t.elementwise(node, "times", x.name, inverse)
+    if len(tensors) == 2:
+        t.elementwise(node, "times", tensors[0], inverse)
     else:
-        t.elementwise(node, "scale", inverse, by=_float(x))
+        t.elementwise(node, "scale", inverse, by=number)
 
 
 def _power(t: Translation, node: TracedNode) -> None:
@@ -565,35 +555,19 @@ def _power(t: Translation, node: TracedNode) -> None:
     t.bytes_only(node, *list(node.operands()))
 
 
-def _negate(t: Translation, node: TracedNode) -> None:
-    """The value times -1."""
-    t.elementwise(node, "scale", t.name(node.args[0]), by=-1.0)
-
-
-def _act(t: Translation, node: TracedNode) -> None:
-    """our.act: an activation that rewriting has found."""
-    t.elementwise(node, "act", t.name(node.args[0]), **node.kwargs)
-
-
 def _gelu(t: Translation, node: TracedNode) -> None:
     """GELU, or its approximation by tanh."""
     tanh = node.kwargs.get("approximate") == "tanh" or "tanh" in node.args
     t.elementwise(node, "act", t.name(node.args[0]), fn="gelu_tanh" if tanh else "gelu")
 
 
-def _glu(t: Translation, node: TracedNode) -> None:
-    """our.glu: an activation times another value."""
-    t.elementwise(node, "glu", *(t.name(a) for a in node.args), fn=node.kwargs["fn"])
-
-
 def _cast(t: Translation, node: TracedNode) -> None:
     """Another data type."""
     x = t.name(node.args[0])
     if t.calls[x].dtype == node.dtype:
-        labels = tuple(range(len(node.shape)))
-        t.emit(node, "view", [x], [labels], labels)
-        return
-    t.elementwise(node, "cast", x)
+        t.same(node)
+    else:
+        t.elementwise(node, "cast", x)
 
 
 def _dropout(t: Translation, node: TracedNode) -> None:
@@ -603,19 +577,17 @@ def _dropout(t: Translation, node: TracedNode) -> None:
     t.elementwise(node, "dropout", x, mask, rate=rate)
 
 
-def _reduction(t: Translation, node: TracedNode, *, mean: bool) -> None:
-    x = t.name(node.args[0])
+def _sum(t: Translation, node: TracedNode) -> None:
+    """A sum or mean over some dims."""
+    x, mean = t.name(node.args[0]), "mean" in node.op
     rank = len(t.shape(x))
     dims_argument = argument(node, 1)
     listed = (dims_argument,) if isinstance(dims_argument, int) else words(dims_argument)
     dims = {int(d) % rank for d in listed or range(rank)}
-    keeps = (
-        bool(node.args[2]) if len(node.args) > 2 and not isinstance(node.args[2], str) else False
-    )
+    keep = argument(node, 2, False) is True and len(dims) > 0
     labels = tuple(range(rank))
     out = tuple(i for i in labels if i not in dims)
     shape = tuple(t.shape(x)[i] for i in out)
-    keep = keeps and len(dims) > 0
     last = ".sum" if mean or keep else ""
     result = t.emit(node, "sum", [x], [labels], out, suffix=last, shape=shape)
     if mean:
@@ -626,26 +598,7 @@ def _reduction(t: Translation, node: TracedNode, *, mean: bool) -> None:
         )  # fmt: skip
     if keep:
         with_ones = tuple(f"one{i}" if i in dims else i for i in labels)
-        t.emit(node, "view", [result], [out], with_ones)
-
-
-def _mean(t: Translation, node: TracedNode) -> None:
-    """A mean over some dims."""
-    _reduction(t, node, mean=True)
-
-
-def _sum(t: Translation, node: TracedNode) -> None:
-    """A sum over some dims."""
-    _reduction(t, node, mean=False)
-
-
-def _reshape(t: Translation, node: TracedNode) -> None:
-    """Dims that are split and joined in order."""
-    t.emit(node, "reshape", [t.name(node.args[0])], ((),), ())
-
-
-def _view(t: Translation, node: TracedNode, labels: Labels, out: Labels) -> None:
-    t.emit(node, "view", [t.name(node.args[0])], [labels], out)
+        t.view(node, with_ones, name=result, ins=out)
 
 
 def _transpose(t: Translation, node: TracedNode) -> None:
@@ -654,13 +607,12 @@ def _transpose(t: Translation, node: TracedNode) -> None:
     a, b = (int(d) % rank for d in (node.args[1:3] if len(node.args) > 2 else (0, rank - 1)))
     labels = list(range(rank))
     labels[a], labels[b] = labels[b], labels[a]
-    _view(t, node, tuple(range(rank)), tuple(labels))
+    t.view(node, tuple(labels))
 
 
 def _permute(t: Translation, node: TracedNode) -> None:
     """Dims in another order."""
-    rank = len(node.shape)
-    _view(t, node, tuple(range(rank)), tuple(int(d) % rank for d in node.args[1]))
+    t.view(node, tuple(int(d) % len(node.shape) for d in node.args[1]))
 
 
 def _expand(t: Translation, node: TracedNode) -> None:
@@ -672,22 +624,7 @@ def _expand(t: Translation, node: TracedNode) -> None:
         i if i >= grown and shape[i - grown] == node.shape[i] else f"new{i}"
         for i in range(len(node.shape))
     )
-    _view(t, node, labels, out)
-
-
-def _same(t: Translation, node: TracedNode) -> None:
-    """The same value."""
-    labels = tuple(range(len(node.shape)))
-    _view(t, node, labels, labels)
-
-
-def _part(
-    t: Translation, node: TracedNode, x: str, dim: int, start: int, *, suffix: str = ""
-) -> None:
-    """The elements from `start` of a dim, as many as the node has there."""
-    labels = tuple(range(len(node.shape)))
-    out = tuple("p" if i == dim else i for i in labels)
-    t.emit(node, "slice", [x], [labels], out, unsplit=(dim, "p"), dim=dim, start=start)
+    t.view(node, out, ins=labels)
 
 
 def _slice(t: Translation, node: TracedNode) -> None:
@@ -695,10 +632,9 @@ def _slice(t: Translation, node: TracedNode) -> None:
     args = [*node.args, None, None, None, None][:5]
     x, dim = t.name(args[0]), int(args[1] or 0) % len(node.shape)
     if t.shape(x)[dim] == node.shape[dim]:
-        _same(t, node)
-        return
-    start = _start(args[2], t.shape(x)[dim])
-    _part(t, node, x, dim, start)
+        t.same(node)
+    else:
+        t.part(node, x, dim, _start(args[2], t.shape(x)[dim]))
 
 
 def _start(given: object, extent: Extent) -> int:
@@ -711,17 +647,12 @@ def _select(t: Translation, node: TracedNode) -> None:
     """One element of a dim, which the result lacks."""
     x = t.name(node.args[0])
     dim = int(node.args[1]) % len(t.shape(x))
-    one = (*node.shape[:dim], 1, *node.shape[dim:])
-    start = _start(node.args[2], t.shape(x)[dim])
-    labels = tuple(range(len(one)))
-    result = x
+    labels, result = tuple(range(len(t.shape(x)))), x
     if t.shape(x)[dim] != 1:
-        out = tuple("p" if i == dim else i for i in labels)
-        result = t.emit(
-            node, "slice", [x], [labels], out, suffix=".one", shape=one, unsplit=(dim, "p"),
-            dim=dim, start=start,
-        )  # fmt: skip
-    t.emit(node, "view", [result], [labels], tuple(i for i in labels if i != dim))
+        one = (*node.shape[:dim], 1, *node.shape[dim:])
+        start = _start(node.args[2], t.shape(x)[dim])
+        result = t.part(node, x, dim, start, suffix=".one", shape=one)
+    t.view(node, tuple(i for i in labels if i != dim), name=result)
 
 
 PIECES = ("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind", "aten.tensor_split",
@@ -754,7 +685,7 @@ def _getitem(t: Translation, node: TracedNode) -> None:
         start = index * int(argument(source, 1))
     else:
         start = index * -(-int(shape[dim]) // int(argument(source, 1)))
-    _part(t, node, x, dim, start)
+    t.part(node, x, dim, start)
 
 
 def _parts(t: Translation, node: TracedNode) -> None:
@@ -779,8 +710,7 @@ def _cat(t: Translation, node: TracedNode) -> None:
         )  # fmt: skip
         names = [result, *rest]
     if names[0] != node.name:
-        labels = tuple(range(len(node.shape)))
-        t.emit(node, "view", names, [labels], labels)
+        t.view(node, tuple(range(len(node.shape))), name=names[0])
 
 
 def _sum_of_extents(a: Extent, b: Extent) -> Extent:
@@ -841,13 +771,9 @@ BYTES_ONLY = CONSTANTS | frozenset({
 ROWS: dict[str, Row] = {
     # Products.
     "aten.linear": _linear,
-    "aten.addmm": _addmm,
-    "aten.mm": _matmul,
-    "aten.bmm": _matmul,
-    "aten.matmul": _matmul,
-    "aten.mv": _matmul,
-    "aten.dot": _matmul,
-    "aten.baddbmm": _baddbmm,
+    **dict.fromkeys(
+        ("aten.mm", "aten.bmm", "aten.matmul", "aten.mv", "aten.dot", "aten.addmm", "aten.baddbmm"),
+        _matmul),
     "aten.einsum": _einsum,
     **dict.fromkeys(
         ("aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.convolution", "aten.conv_transpose1d",
@@ -861,10 +787,10 @@ ROWS: dict[str, Row] = {
     "aten.softmax": _softmax,
     "aten._softmax": _softmax,
     "aten.cross_entropy_loss": _cross_entropy,
-    "our.norm": _norm,
-    "our.rope": _rope,
-    "our.act": _act,
-    "our.glu": _glu,
+    "our.norm": lambda t, node: t.over_last_dim(node, "norm", *node.operands(), **node.kwargs),
+    "our.rope": lambda t, node: t.over_last_dim(node, "rope", *node.operands()),
+    "our.act": lambda t, node: t.elementwise(node, "act", **node.kwargs),
+    "our.glu": lambda t, node: t.elementwise(node, "glu", **node.kwargs),
     "our.experts": _experts,
     # Element-wise.
     "aten.add": _add,
@@ -874,20 +800,20 @@ ROWS: dict[str, Row] = {
     "aten.div": _divide,
     "aten.true_divide": _divide,
     "aten.pow": _power,
-    "aten.neg": _negate,
+    "aten.neg": lambda t, node: t.elementwise(node, "scale", by=-1.0),
     "aten.gelu": _gelu,
     "aten.to": _cast,
     "aten._to_copy": _cast,
     "aten.type_as": _cast,
     "aten.dropout": _dropout,
     # Sums.
-    "aten.mean": _mean,
+    "aten.mean": _sum,
     "aten.sum": _sum,
     # Changes of shape.
     "getitem": _getitem,
     **dict.fromkeys(
         ("aten.view", "aten.reshape", "aten.flatten", "aten.unflatten", "aten._unsafe_view",
-         "aten.unsqueeze", "aten.squeeze"), _reshape),
+         "aten.unsqueeze", "aten.squeeze"), Translation.reshape),
     "aten.transpose": _transpose,
     "aten.t": _transpose,
     "aten.numpy_T": _transpose,
@@ -896,9 +822,9 @@ ROWS: dict[str, Row] = {
     "aten.expand_as": _expand,
     **dict.fromkeys(
         ("aten.contiguous", "aten.clone", "aten.alias", "aten.detach", "aten.lift_fresh_copy"),
-        _same),
+        Translation.same),
     "aten.slice": _slice,
-    "aten.narrow": lambda t, node: _slice(t, node),
+    "aten.narrow": _slice,
     "aten.select": _select,
     "aten.cat": _cat,
     "aten.concat": _cat,
