@@ -7,9 +7,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stagewright.check.files import reader
 from stagewright.check.files.groups import default_groups, read_groups
 from stagewright.check.files.profile import TYPES, Profile, json_value, profile
-from stagewright.check.files.reader import TraceReader
 from stagewright.check.report import Findings
 from stagewright.errors import UserError
 from stagewright.files import open_regular
@@ -44,8 +44,8 @@ def group_sizes(path: Path, comm_group: Path | str | None = None) -> dict[int, i
 
 def nodes(path: Path | str, first: int = 0, last: int | None = None) -> Iterator[dict[str, Any]]:
     """Nodes number `first` to `last` (from 0, both included) in the order of the file."""
-    all_nodes = TraceReader(Path(path)).nodes()
-    for node in islice(all_nodes, first, None if last is None else last + 1):
+    end = None if last is None else last + 1
+    for node in islice(reader.nodes(Path(path)), first, end):
         type_name = TYPES[node.type] if 0 <= node.type < len(TYPES) else f"type {node.type}"
         entry: dict[str, Any] = {
             "id": node.id,

@@ -26,7 +26,8 @@ from helpers import times
 from stagewright.check.files import reader
 from stagewright.check.files.dependency_graph import DependencyGraph
 from stagewright.check.files.rank import check_trace
-from stagewright.check.files.reader import LARGEST, WANTED, Damaged, TraceReader
+from stagewright.check.files.reader import LARGEST, WANTED, Damaged, read_trace
+from stagewright.check.files.reader import nodes as read_nodes
 from stagewright.trace.formats import et_def, wire
 
 pytestmark = pytest.mark.numerics  # whole traces
@@ -73,28 +74,27 @@ def nodes(draw: st.DrawFn) -> Any:
 
 def columns(path: Path) -> list[dict[str, Any]]:
     """A file by our reader, node by node."""
-    reader = TraceReader(path)
+    made = read_trace(path)
     found: list[dict[str, Any]] = []
-    for block in reader:
-        for row in range(len(block)):
-            values: dict[str, Any] = {}
-            for name, column in block.attributes.items():
-                if column.present[row]:
-                    value, kind = int(column.value[row]), int(column.kind[row])
-                    text = kind == et_def.VALUES["string"]
-                    values[name] = kind, reader.texts[value] if text else value
-            found.append(
-                {
-                    "id": int(block.id[row]),
-                    "type": int(block.type[row]),
-                    "duration": int(block.duration[row]),
-                    "ctrl": block.ctrl.values[slice(*block.ctrl.ptr[row : row + 2])].tolist(),
-                    "data": block.data.values[slice(*block.data.ptr[row : row + 2])].tolist(),
-                    "attributes": values,
-                    "again": {n for n, c in block.attributes.items() if c.again[row]},
-                    "differing": {n for n, c in block.attributes.items() if c.differing[row]},
-                }
-            )
+    for row in range(len(made)):
+        values: dict[str, Any] = {}
+        for name, column in made.attributes.items():
+            if column.present[row]:
+                value, kind = int(column.value[row]), int(column.kind[row])
+                text = kind == et_def.VALUES["string"]
+                values[name] = kind, made.texts[value] if text else value
+        found.append(
+            {
+                "id": int(made.id[row]),
+                "type": int(made.type[row]),
+                "duration": int(made.duration[row]),
+                "ctrl": made.ctrl.values[slice(*made.ctrl.ptr[row : row + 2])].tolist(),
+                "data": made.data.values[slice(*made.data.ptr[row : row + 2])].tolist(),
+                "attributes": values,
+                "again": {n for n, c in made.attributes.items() if c.again[row]},
+                "differing": {n for n, c in made.attributes.items() if c.differing[row]},
+            }
+        )
     return found
 
 
@@ -155,20 +155,17 @@ def test_blocks_do_not_matter(trace: Path, size: int):
 
 
 def test_places_of_values(trace: Path):
-    """The bytes of the file that `value_places` names are the values."""
+    """The bytes of the file that `places` names are the values."""
     whole = trace.read_bytes()
     checked = 0
-    for block in TraceReader(trace):
-        for row, made in enumerate(block.nodes):
-            places = block.value_places(row)
-            for name in ("pg_name", "comm_size", "num_ops"):
-                assert (name in places) == block.attributes[name].present[row]
-                if name in places:
-                    found = attribute(made, name)
-                    value = found.string_val.encode() or wire.varint(found.int64_val)
-                    assert whole[slice(*places[name])] == value
-                    checked += 1
-    assert checked > 50
+    for made, places in zip(read_nodes(trace), read_trace(trace, partial=True).places, strict=True):
+        at, end, *own = places.tolist()
+        assert own == [-2, -2]
+        assert (at >= 0) == any(one.name == "pg_name" for one in made.attr)
+        if at >= 0:
+            assert whole[at:end] == attribute(made, "pg_name").string_val.encode()
+            checked += 1
+    assert checked > 5
 
 
 @pytest.mark.parametrize(
@@ -182,10 +179,10 @@ def test_places_of_values(trace: Path):
 )
 def test_places_are_not_known_of_other_forms(written: bytes, tmp_path: Path):
     file = tmp_path / "w.0.et"
-    file.write_bytes(HEADER + node(1, written))
-    (block,) = TraceReader(file)
-    assert block.attributes["comm_dst"].value.tolist() == [3]
-    assert block.value_places(0) == {}
+    file.write_bytes(HEADER + message(b"\x08\x01\x18\x05" + written))  # a send
+    made = read_trace(file, partial=True)
+    assert made.attributes["comm_dst"].value.tolist() == [3]
+    assert made.places.tolist() == [[-1, -1, -2, -2]]
 
 
 @pytest.mark.slow
@@ -206,14 +203,13 @@ def test_cut_at_every_byte(trace: Path, tmp_path: Path):
     file = tmp_path / "cut.0.et"
     for length in range(max(ends)):
         file.write_bytes(whole[:length])
-        count = 0
         try:
-            for block in TraceReader(file):
-                count += len(block)
-            assert length in ends
-        except Damaged:
-            assert length not in ends
-        assert count <= len([end for end in ends if end <= length])
+            made_of_it = read_trace(file, partial=True)
+        except Damaged:  # the metadata
+            assert length < min(ends)
+        else:
+            assert (made_of_it.damage is None) == (length in ends)
+            assert len(made_of_it) < len([end for end in ends if end <= length]) + 1
         found = [each.code for each in check_trace(file, 0).findings]
         assert found == ([] if length in ends - {min(ends)} else ["damaged"]) or length == min(ends)
     assert len(made) > 5
@@ -354,7 +350,7 @@ def test_hostile_file(title: str, tmp_path: Path):
 
 
 def test_too_many_nodes(trace: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("stagewright.check.files.rank.MOST_NODES", 10)
+    monkeypatch.setattr("stagewright.check.files.reader.MOST_NODES", 10)
     assert "more than 10 nodes" in check_trace(trace, 0).findings[-1].message
 
 

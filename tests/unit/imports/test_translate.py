@@ -270,3 +270,9 @@ def test_a_dim_that_nothing_names_is_asked_for():
              for n in odd.nodes]  # fmt: skip
     named = Options({"x": ("B", "S", "T", "C")})
     assert "\nsize T = 12\n" in translate(replace(odd, nodes=tuple(nodes)), named).text
+
+
+def test_show_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["show", str(DATA / "imports" / "llama.json"), "--via", "torch", "--json"]) == 0
+    assert not [*tmp_path.iterdir()]

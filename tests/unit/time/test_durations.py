@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import stagewright as sw
-from stagewright.check.files.reader import TraceReader
+from stagewright.check.files.reader import read_trace
 from stagewright.cli.main import commands
 from stagewright.errors import UserError
 from stagewright.program.columns import TaskKind
@@ -82,8 +82,8 @@ def test_the_trace_has_microseconds_where_a_row_matches(tmp_path: Path) -> None:
     assert f"durations of {manifest['measured']} of {manifest['kernels']} kernels; no row" in told
     program, _ = measured(compiled.program, load(path))
     wanted = [0 if d == 0 else d // 1000 for d in program.classes[0].tasks.duration.tolist()]
-    blocks = [b.duration.tolist() for b in TraceReader(tmp_path / "out" / "workload.0.et")]
-    assert [d for block in blocks for d in block] == wanted
+    trace = read_trace(tmp_path / "out" / "workload.0.et")
+    assert trace.duration.tolist() == wanted
     plain = CliRunner().invoke(commands, [*arguments[:-1], str(tmp_path / "plain")])
     assert plain.exit_code == 0
     manifest_of_plain = json.loads((tmp_path / "plain" / "manifest.json").read_text())

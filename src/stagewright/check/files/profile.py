@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,11 +12,10 @@ import numpy as np
 
 from stagewright.arrays import Int
 from stagewright.check.files.dependency_graph import graph_of_ids
-from stagewright.check.files.reader import STRING, NodeBlock, TraceReader
-from stagewright.check.files.rules import COLL, COMP, LOAD, STORE, group_id
+from stagewright.check.files.reader import COLL, COMP, LOAD, STORE, STRING, Trace, read_trace
+from stagewright.check.files.rules import group_id
 from stagewright.trace.formats import et_def
 from stagewright.trace.formats.et_def import CommType
-from stagewright.trace.formats.wire import Words
 
 TYPES = tuple(name.removesuffix("_NODE").lower() for name in et_def.NodeType.__members__)
 NUMBERS = ("num_ops", "tensor_size", "comm_type", "comm_size")
@@ -76,27 +75,23 @@ class Profile:
 
 def profile(path: Path, group_sizes: Mapping[int, int]) -> Profile:
     """Read a trace and add it up; `group_sizes` by id, 0: all ranks. Raises `Damaged`."""
-    reader = TraceReader(path)
-    result = Profile(str(path), reader.size)
-    result.metadata = {
-        "version": reader.metadata.version,
-        **{name: json_value(value) for name, (_, value) in et_def.values(reader.metadata).items()},
-    }
-    columns: list[tuple[Any, ...]] = []
-    edges: list[tuple[Int, Words]] = []
-    for block in reader:
-        for key, totals in _totals(block, reader.texts, group_sizes):
-            result.totals[key] = result.totals.get(key, Totals()).plus(totals)
-        columns.append((block.id, block.type, block.duration, *_numbers(block)))
-        child, needed = block.dependencies()
-        edges.append((child + result.nodes, needed))
-        result.nodes += len(block)
-        result.data_deps += len(block.data.values)
-        result.ctrl_deps += len(block.ctrl.values)
-    if result.nodes:
-        all_columns = [np.concatenate(column) for column in zip(*columns, strict=True)]
-        child, needed = (np.concatenate(column) for column in zip(*edges, strict=True))
-        _add_graph(result, all_columns, child, needed)
+    trace = read_trace(path)
+    metadata = et_def.values(trace.metadata).items()
+    result = Profile(
+        str(path),
+        trace.size,
+        len(trace),
+        len(trace.data.values),
+        len(trace.ctrl.values),
+        metadata={
+            "version": trace.metadata.version,
+            **{name: json_value(value) for name, (_, value) in metadata},
+        },
+    )
+    for key, totals in _totals(trace, group_sizes):
+        result.totals[key] = result.totals.get(key, Totals()).plus(totals)
+    if len(trace):
+        _add_graph(result, trace)
     return result
 
 
@@ -105,28 +100,26 @@ def json_value(value: Any) -> Any:
     return value.hex() if isinstance(value, bytes) else value
 
 
-def _totals(
-    block: NodeBlock, texts: Sequence[str], group_sizes: Mapping[int, int]
-) -> Iterable[tuple[Key, Totals]]:
-    columns = block.attributes
+def _totals(trace: Trace, group_sizes: Mapping[int, int]) -> Iterator[tuple[Key, Totals]]:
+    columns, texts = trace.attributes, trace.texts
 
     def text(*names: str) -> Int:
-        values = np.full(len(block), -1)
+        values = np.full(len(trace), -1)
         for name in names:
             column = columns[name]
             values = np.where((values < 0) & (column.kind == STRING), column.value, values)
         return values
 
-    collective = block.type == COLL
+    collective = trace.type == COLL
     op = np.where(collective, columns["comm_type"].value, text("op", "op_type"))
     group = np.where(collective, text("pg_name"), -1)
-    keys = np.stack([block.type, text("phase"), op, group])
+    keys = np.stack([trace.type, text("phase"), op, group])
     rows = np.lexsort(keys)
     changes = (keys[:, rows[1:]] != keys[:, rows[:-1]]).any(axis=0)
     begin = np.flatnonzero(np.concatenate((np.ones(min(1, len(rows)), bool), changes)))
-    moved = np.isin(block.type, (COMP, LOAD, STORE))
+    moved = np.isin(trace.type, (COMP, LOAD, STORE))
     size = np.where(moved, columns["tensor_size"].value, columns["comm_size"].value)
-    flops = np.where(block.type == COMP, columns["num_ops"].value, 0)
+    flops = np.where(trace.type == COMP, columns["num_ops"].value, 0)
     counts = np.diff(np.append(begin, len(rows)))
     sums = zip(counts.tolist(), _sums(flops[rows], begin), _sums(size[rows], begin), strict=True)
     for row, totals in zip(rows[begin].tolist(), sums, strict=True):
@@ -154,28 +147,24 @@ def _sums(values: Int, begin: Int) -> list[int]:
     return [(a << 32) + b for a, b in zip(high, low, strict=True)]
 
 
-def _numbers(block: NodeBlock) -> list[Int]:
-    """The numbers that define the work of the nodes; partners and names are left out."""
-    return [block.attributes[name].value for name in NUMBERS]
-
-
-def _add_graph(result: Profile, columns: Sequence[Any], child: Int, needed: Words) -> None:
+def _add_graph(result: Profile, trace: Trace) -> None:
     """The longest path and the structure, whatever the order of the nodes in the file."""
-    ids, types = columns[0], columns[1]
-    by_id = np.argsort(ids, kind="stable")
-    place = np.empty(len(ids), np.int64)
-    place[by_id] = np.arange(len(ids))
-    graph, _ = graph_of_ids(ids[by_id], place[child], needed)
+    by_id = np.argsort(trace.id, kind="stable")
+    place = np.empty(len(trace), np.int64)
+    place[by_id] = np.arange(len(trace))
+    child, needed = trace.dependencies()
+    graph, _ = graph_of_ids(trace.id[by_id], place[child], needed)
     shape = hashlib.sha256(np.unique(np.stack([graph.child, graph.parent]), axis=1).tobytes())
-    for column in columns[1:]:
+    # The numbers that define the work of the nodes; partners and names are left out.
+    for column in (trace.type, trace.duration, *map(trace.value, NUMBERS)):
         shape.update(column[by_id].tobytes())
     result.structure = shape.hexdigest()
-    order = graph.order(ids[by_id])
-    if len(order) < len(ids):
+    order = graph.order(trace.id[by_id])
+    if len(order) < len(trace):
         return
     path = graph.longest(order)
     result.depth = len(path)
-    path_types = np.clip(types[by_id][path], 0, len(TYPES) - 1)
+    path_types = np.clip(trace.type[by_id][path], 0, len(TYPES) - 1)
     counts = np.bincount(path_types, minlength=len(TYPES)).tolist()
     result.path_types = {name: count for name, count in zip(TYPES, counts, strict=True) if count}
 

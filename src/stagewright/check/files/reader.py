@@ -1,14 +1,13 @@
 """Reads Chakra traces of any writer into numpy columns, with protobuf's official runtime.
 
-Nodes come in blocks, so that memory is bounded. A damaged file yields the blocks before the damage,
-and then raises `Damaged`. A length in the file is checked against the file's size before anything
-is allocated.
+Messages become columns block by block, so that memory is bounded. A length in the file is checked
+against the file's size before anything is allocated.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,16 +19,24 @@ from numpy.typing import NDArray
 from stagewright.arrays import Bool, Int
 from stagewright.errors import UserError
 from stagewright.files import open_regular
+from stagewright.program.columns import TaskKind
 from stagewright.trace.formats import et_def
-from stagewright.trace.formats.et_def import VALUES
+from stagewright.trace.formats.et_def import VALUES, NodeType
 from stagewright.trace.formats.wire import Words, varint
 
 BLOCK_BYTES = 1 << 20
 BLOCK_NODES = 1 << 13
 MOST_BYTES = 1 << 26  # of one message
+MOST_NODES = 1 << 26  # of one file, at some 100 bytes of memory each
 MOST_ATTRIBUTES = 4096  # of one node; real nodes have some 20
 LARGEST = 2**63 - 1  # what larger numbers are read as
 STRING, BOOL, NOTHING = VALUES["string"], VALUES["bool"], 0
+
+INVALID, METADATA, LOAD, STORE, COMP, SEND, RECV, COLL = NodeType
+COMM = {COLL: TaskKind.COLLECTIVE, SEND: TaskKind.SEND, RECV: TaskKind.RECV}
+INTEGER = np.zeros(256, bool)
+INTEGER[[n for name, n in VALUES.items() if "int" in name or "fixed" in name or n == BOOL]] = True
+"""True for the kinds of integers and truths."""
 
 WANTED = (
     "is_cpu_op",
@@ -63,7 +70,7 @@ class Damaged(UserError):
 
 @dataclass(slots=True)
 class AttributeColumn:
-    """An attribute of every node of a block; zeros where a node lacks it.
+    """An attribute of every node; zeros where a node lacks it.
 
     Of one that comes twice in a node the last counts, as in MLCommons' feeder (et_feeder_node.cpp).
     """
@@ -71,7 +78,7 @@ class AttributeColumn:
     present: Bool
     kind: NDArray[np.uint8]  # number of its value's type in `et_def.VALUES`, + 1 for lists; 0: none
     value: Int
-    """Integers, at most 2**63 - 1; of a string its index in `TraceReader.texts`; of a list of
+    """Integers, at most 2**63 - 1; of a string its index in `Trace.texts`; of a list of
     truths 1 if any is true; 0 of any other value."""
     again: Bool  # comes more than once
     differing: Bool  # and with different values
@@ -85,20 +92,46 @@ class Lists(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeBlock:
-    """Consecutive nodes of a file, by column."""
+class Trace:
+    """All nodes of a file, by column."""
 
-    nodes: list[et_def.NodeMessage]
-    messages: list[tuple[int, bytes]]  # each with its end in the file
+    path: Path
+    size: int  # bytes
+    metadata: et_def.MetadataMessage
+    texts: list[str]
+    """The strings among values of attributes, each once."""
+    damage: Damaged | None  # what ends the nodes before the file does
     id: Words
     type: Int
     duration: Words  # microseconds
     ctrl: Lists  # ids
     data: Lists
-    attributes: dict[str, AttributeColumn]
+    attributes: Mapping[str, AttributeColumn]
+    places: Int
+    """A row per node: begin and end in the file of the value that names the partner of a message or
+    the group of a collective, and of the own rank. -2: there is none; -1: not known."""
 
     def __len__(self) -> int:
-        return len(self.nodes)
+        return len(self.id)
+
+    @property
+    def on_cpu(self) -> Bool:
+        """Mask of the nodes that say so."""
+        cpu = self.attributes["is_cpu_op"]
+        return INTEGER[cpu.kind] & (cpu.value != 0)
+
+    @property
+    def communicates(self) -> Bool:
+        """Mask of collectives and messages, but those on the CPU."""
+        return self.is_a(*COMM) & ~self.on_cpu
+
+    def is_a(self, *types: int) -> Bool:
+        """Mask of the nodes of these types."""
+        return np.isin(self.type, types)
+
+    def value(self, name: str) -> Int:
+        """An attribute; 0 where it is missing or no integer."""
+        return self.attributes[name].value
 
     def dependencies(self) -> tuple[Int, Words]:
         """Row, and id of the node that it needs, of every dependency; `ctrl` first."""
@@ -106,57 +139,61 @@ class NodeBlock:
         child = [np.repeat(rows, np.diff(lists.ptr)) for lists in (self.ctrl, self.data)]
         return np.concatenate(child), np.concatenate([self.ctrl.values, self.data.values])
 
-    def value_places(self, row: int) -> dict[str, tuple[int, int]]:
-        """Begin and end in the file of varints and strings in a node's attributes, by name.
 
-        Empty where a message is not what the official runtime would write: that one puts attributes
-        last in a node, and values last in an attribute.
-        """
-        node: Any = self.nodes[row]
-        end, message = self.messages[row]
-        node.DiscardUnknownFields()
-        if node.SerializeToString() != message:
-            return {}
-        places: dict[str, tuple[int, int]] = {}
-        for attribute in reversed(node.attr):
-            field = attribute.WhichOneof("value")
-            if field == "string_val":
-                places.setdefault(attribute.name, (end - len(attribute.string_val.encode()), end))
-            elif field in _VARINTS:
-                width = len(varint(getattr(attribute, field)))
-                places.setdefault(attribute.name, (end - width, end))
-            size = attribute.ByteSize()
-            end -= 1 + len(varint(size)) + size  # key and length, each before the attribute
-        return places
+def nodes(path: Path) -> Iterator[et_def.NodeMessage]:
+    """The nodes of a trace one by one."""
+    return TraceReader(path).nodes()
+
+
+def read_trace(path: Path, *, partial: bool = False) -> Trace:
+    """A trace by column. Raises `Damaged`; or, if `partial`, keeps the nodes before the damage.
+
+    Of a `partial` trace, `places` are known.
+    """
+    reader = TraceReader(path)
+    blocks, damage, count = [reader.block([], places=partial)], None, 0
+    try:
+        for messages in reader.chunks():
+            blocks.append(reader.block(messages, places=partial))
+            count += len(messages)
+            if count > MOST_NODES:
+                raise Damaged(f"{path}: more than {MOST_NODES} nodes")
+    except Damaged as error:
+        if not partial:
+            raise
+        damage = error
+    finally:
+        reader.close()
+    ids, types, durations, ctrl, data, entries, places = zip(*blocks, strict=True)
+    lengths = [len(block) for block in ids]
+    return Trace(
+        path, reader.size, reader.metadata, reader.texts, damage, np.concatenate(ids),
+        np.concatenate(types), np.concatenate(durations), _joined(ctrl), _joined(data),
+        {name: _column([of[name] for of in entries], lengths) for name in WANTED},
+        np.concatenate(places),
+    )  # fmt: skip
 
 
 class TraceReader:
-    """A trace: its `metadata`, then, by iteration, its blocks. Raises `Damaged`."""
+    """A file under reading: its `metadata`, then its messages. Raises `Damaged`."""
 
     def __init__(self, path: Path) -> None:
         """Open the file and read its metadata."""
         self.path = path
         self.texts: list[str] = []
-        """The strings among values of attributes, each once, as far as the file has been read."""
         self._indices: dict[str, int] = {}  # of texts
         self._file, self.size = _open(path)
         self._place = 0  # byte that is read next
         self.metadata = self._metadata()
 
-    def __iter__(self) -> Iterator[NodeBlock]:
-        """The nodes in blocks."""
-        with self._file:
-            for messages in self._chunks():
-                yield self._block(messages)
-
     def nodes(self) -> Iterator[et_def.NodeMessage]:
         """The nodes one by one."""
         with self._file:
-            for messages in self._chunks():
+            for messages in self.chunks():
                 yield from map(self._node, messages)
 
     def close(self) -> None:
-        """Close the file of a reader that is not iterated."""
+        """Close the file."""
         self._file.close()
 
     # ---- messages --------------------------------------------------------------------------------
@@ -173,7 +210,7 @@ class TraceReader:
             begin = self._place - len(data)
             raise self._damaged(begin, f"no valid GlobalMetadata: {error}") from None
 
-    def _chunks(self) -> Iterator[list[tuple[int, bytes]]]:
+    def chunks(self) -> Iterator[list[tuple[int, bytes]]]:
         """Messages of nodes, each with its end in the file; `Damaged` follows those before it."""
         damage = None
         more = True
@@ -250,7 +287,8 @@ class TraceReader:
             raise self._damaged(end - len(data), f"no valid Node: {error}") from None
         return node
 
-    def _block(self, messages: list[tuple[int, bytes]]) -> NodeBlock:
+    def block(self, messages: Sequence[tuple[int, bytes]], *, places: bool) -> _Block:
+        """Some messages as columns, with `places` if wanted."""
         nodes = [self._node(message) for message in messages]
         entries: dict[str, list[tuple[int, int, int]]] = {name: [] for name in WANTED}
         for row, node in enumerate(nodes):
@@ -258,15 +296,18 @@ class TraceReader:
                 rows = entries.get(attribute.name)
                 if rows is not None:
                     rows.append((row, *self._value(attribute)))
-        return NodeBlock(
-            nodes,
-            messages,
+        found = np.full((len(nodes), 4), -2)
+        for row, node in enumerate(nodes if places else ()):
+            if node.type in _NAMES:
+                found[row] = _places(node, *messages[row])
+        return _Block(
             np.array([node.id for node in nodes], np.uint64),
             np.array([node.type for node in nodes], np.int64),
             np.array([node.duration_micros for node in nodes], np.uint64),
             _lists([node.ctrl_deps for node in nodes]),
             _lists([node.data_deps for node in nodes]),
-            {name: _column(rows, len(nodes)) for name, rows in entries.items()},
+            {name: np.array(rows, np.int64).reshape(-1, 3) for name, rows in entries.items()},
+            found,
         )
 
     def _value(self, attribute: et_def.AttributeMessage) -> tuple[int, int]:
@@ -311,14 +352,70 @@ def _is_node(data: bytes) -> bool:
     return bool(node.id or node.type or node.attr)
 
 
+class _Block(NamedTuple):
+    """Consecutive nodes; of each attribute row, kind and value in the order of the file."""
+
+    id: Words
+    type: Int
+    duration: Words
+    ctrl: Lists
+    data: Lists
+    entries: dict[str, Int]
+    places: Int
+
+
+_NAMES: Mapping[int, Sequence[str]] = {
+    SEND: ("comm_dst", "comm_src"),
+    RECV: ("comm_src", "comm_dst"),
+    COLL: ("pg_name",),
+}
+"""Attributes that name the partner or group, and the own rank."""
+
+
+def _places(node: Any, end: int, message: bytes) -> list[int]:
+    """The row of `Trace.places` of a node whose message ends at byte `end`.
+
+    They are not known where a message is not what the official runtime would write: that one puts
+    attributes last in a node, and values last in an attribute.
+    """
+    node.DiscardUnknownFields()
+    known = node.SerializeToString() == message
+    places: dict[str, tuple[int, int]] = {}
+    for attribute in reversed(node.attr):
+        field = attribute.WhichOneof("value")
+        width = 0
+        if field == "string_val":
+            width = len(attribute.string_val.encode())
+        elif field in _VARINTS:
+            width = len(varint(getattr(attribute, field)))
+        known_here = known and (field == "string_val" or field in _VARINTS)
+        places.setdefault(attribute.name, (end - width, end) if known_here else (-1, -1))
+        size = attribute.ByteSize()
+        end -= 1 + len(varint(size)) + size  # key and length, each before the attribute
+    partner, own, *_ = (*_NAMES[node.type], "")
+    return [*places.get(partner, (-2, -2)), *places.get(own, (-2, -2))]
+
+
 def _lists(lists: Sequence[Sequence[int]]) -> Lists:
     ptr = np.concatenate(([0], np.cumsum([len(numbers) for numbers in lists])))
     return Lists(ptr, np.fromiter(chain.from_iterable(lists), np.uint64, int(ptr[-1])))
 
 
-def _column(entries: Sequence[tuple[int, int, int]], count: int) -> AttributeColumn:
-    """The column of row, kind and value of an attribute, in the order of the file."""
-    rows, kinds, values = np.array(entries, np.int64).reshape(-1, 3).T
+def _joined(blocks: Sequence[Lists]) -> Lists:
+    counts = np.concatenate([np.diff(lists.ptr) for lists in blocks])
+    ptr = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+    return Lists(ptr, np.concatenate([lists.values for lists in blocks]))
+
+
+def _column(entries: Sequence[Int], lengths: Sequence[int]) -> AttributeColumn:
+    """The column of an attribute, of its entries in each block of so many nodes."""
+    count = sum(lengths)
+    if not any(map(len, entries)):  # no memory for an attribute that no node has
+        none, zero = np.broadcast_to(False, count), np.broadcast_to(np.int64(0), count)
+        return AttributeColumn(none, np.broadcast_to(np.uint8(0), count), zero, none, none)
+    first = np.repeat(np.cumsum([0, *lengths[:-1]]), [len(of) for of in entries])
+    rows, kinds, values = np.concatenate(entries).T
+    rows = rows + first
     kind, value = np.zeros(count, np.uint8), np.zeros(count, np.int64)
     kind[rows], value[rows] = kinds, values  # of equal rows the last counts
     times = np.bincount(rows, minlength=count)

@@ -7,25 +7,35 @@ warning is what some reader, mostly ASTRA-sim, cannot run or runs otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from stagewright.arrays import Bool, Int
-from stagewright.check.files.reader import BOOL, LARGEST, STRING, AttributeColumn
+from stagewright.check.files.reader import (
+    BOOL,
+    COLL,
+    COMM,
+    COMP,
+    INTEGER,
+    INVALID,
+    LARGEST,
+    LOAD,
+    METADATA,
+    RECV,
+    SEND,
+    STORE,
+    STRING,
+    Trace,
+)
 from stagewright.check.report import Level
-from stagewright.program.columns import TaskKind
 from stagewright.time.astra_sim import BYTES_PER_NS, FLOPS_PER_NS
 from stagewright.trace.formats import et_def
 from stagewright.trace.formats.et_def import CommType, NodeType
-from stagewright.trace.formats.wire import Words
 
 MOST_TAG = 500_000_000  # ASTRA-sim takes tags modulo this
 
-INVALID, METADATA, LOAD, STORE, COMP, SEND, RECV, COLL = NodeType
-COMM = {COLL: TaskKind.COLLECTIVE, SEND: TaskKind.SEND, RECV: TaskKind.RECV}
 SIMULATED = [
     CommType.ALL_REDUCE,
     CommType.ALL_GATHER,
@@ -54,9 +64,6 @@ NEEDED = {
     "comm_tag": (SEND, RECV),
     "tensor_size": (LOAD, STORE),
 }
-INTEGER = np.zeros(256, bool)
-INTEGER[[n for name, n in et_def.VALUES.items() if "int" in name or "fixed" in name]] = True
-INTEGER[BOOL] = True
 
 
 def label(node: Any) -> str:
@@ -72,107 +79,60 @@ def label(node: Any) -> str:
     return text
 
 
-@dataclass(slots=True)
-class NodeRows:
-    """Nodes with their attributes; `report` takes level, code, mask of nodes and text."""
+class Rule(NamedTuple):
+    """A rule, and the nodes of a trace that break it."""
 
-    type: Int
-    duration: Words
-    first: Bool  # without dependencies
-    columns: Mapping[str, AttributeColumn]
-    report: Callable[[Level, str, Bool, str], None]
-    cpu: Bool = field(init=False)
-    communicates: Bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        cpu = self.columns["is_cpu_op"]
-        self.cpu = INTEGER[cpu.kind] & (cpu.value != 0)
-        self.communicates = self.is_a(*COMM) & ~self.cpu
-
-    def is_a(self, *types: int) -> Bool:
-        """Mask of the nodes of these types."""
-        return np.isin(self.type, types)
-
-    def value(self, name: str) -> Int:
-        """An attribute; 0 where it is missing or no integer."""
-        return self.columns[name].value
+    level: Level
+    code: str
+    nodes: Bool
+    text: str
 
 
-def check_types(rows: NodeRows) -> None:
+def type_rules(trace: Trace) -> Iterator[Rule]:
     """Types of nodes that readers can run."""
-    unknown, invalid = (rows.type < 0) | (rows.type > COLL), rows.type == INVALID
-    loses_statistics = "ASTRA-sim then loses the statistics of the rank"
-    comm, no_is_cpu_op = rows.is_a(*COMM), ~rows.columns["is_cpu_op"].present
-    rules: tuple[tuple[Level, str, Bool, str], ...] = (
-        ("error", "node-type", unknown, "a type that Chakra does not have"),
-        ("error", "invalid-node", invalid, "type INVALID_NODE, or no type at all"),
-        (
-            "warning",
-            "metadata-node",
-            rows.type == METADATA,
-            "a METADATA_NODE, at which ASTRA-sim aborts",
-        ),
-        ("warning", "memory-node", rows.is_a(LOAD, STORE), f"a memory node: {loses_statistics}"),
-        (
-            "warning",
-            "cpu-node",
-            rows.cpu & ~comm & ~unknown & ~invalid,
-            f"a CPU node: {loses_statistics}",
-        ),
-        (
-            "warning",
-            "cpu-comm",
-            rows.cpu & comm,
-            "a communication on the CPU, at which ASTRA-sim hangs",
-        ),
-        (
-            "warning",
-            "no-is-cpu-op",
-            no_is_cpu_op & ~unknown & ~invalid,
-            "no is_cpu_op: ASTRA-sim before November 2024 takes it for a CPU node",
-        ),
-    )
-    for rule in rules:
-        rows.report(*rule)
+    cpu, comm = trace.on_cpu, trace.is_a(*COMM)
+    unknown, invalid = (trace.type < 0) | (trace.type > COLL), trace.type == INVALID
+    known = ~unknown & ~invalid
+    statistics = "ASTRA-sim then loses the statistics of the rank"
+    yield Rule("error", "node-type", unknown, "a type that Chakra does not have")
+    yield Rule("error", "invalid-node", invalid, "type INVALID_NODE, or no type at all")
+    text = "a METADATA_NODE, at which ASTRA-sim aborts"
+    yield Rule("warning", "metadata-node", trace.is_a(METADATA), text)
+    yield Rule("warning", "memory-node", trace.is_a(LOAD, STORE), f"a memory node: {statistics}")
+    yield Rule("warning", "cpu-node", cpu & ~comm & known, f"a CPU node: {statistics}")
+    text = "a communication on the CPU, at which ASTRA-sim hangs"
+    yield Rule("warning", "cpu-comm", cpu & comm, text)
+    text = "no is_cpu_op: ASTRA-sim before November 2024 takes it for a CPU node"
+    unsaid = ~trace.attributes["is_cpu_op"].present
+    yield Rule("warning", "no-is-cpu-op", unsaid & known, text)
 
 
-def check_repeated(rows: NodeRows, name: str, column: AttributeColumn) -> None:
+def repeat_rules(trace: Trace) -> Iterator[Rule]:
     """An attribute comes once in a node: of two, readers take one or the other."""
-    equal = column.again & ~column.differing
-    text = f"{name} comes twice, of which MLCommons' feeder takes the last and others the first"
-    rows.report("error", "duplicate-attribute", column.differing, f"{text}: they differ")
-    rows.report("warning", "repeated-attribute", equal, f"{text}: they are equal")
+    for name, column in trace.attributes.items():
+        equal = column.again & ~column.differing
+        text = f"{name} comes twice, of which MLCommons' feeder takes the last and others the first"
+        yield Rule("error", "duplicate-attribute", column.differing, f"{text}: they differ")
+        yield Rule("warning", "repeated-attribute", equal, f"{text}: they are equal")
 
 
-def check_attributes(rows: NodeRows) -> None:
+def attribute_rules(trace: Trace) -> Iterator[Rule]:
     """Required attributes are present and have types that readers accept."""
+    cpu = trace.on_cpu
     for name, (portable, types) in ATTRIBUTES.items():
-        column = rows.columns[name]
-        read = column.present & rows.is_a(*types) & (~rows.cpu | (name == "is_cpu_op"))
+        column = trace.attributes[name]
+        read = column.present & trace.is_a(*types) & (~cpu | (name == "is_cpu_op"))
         read &= column.kind != et_def.VALUES[portable]
         right = column.kind == STRING if portable == "string" else INTEGER[column.kind]
         for kind in np.unique(column.kind[read]).tolist():
-            mask = read & (column.kind == kind)
+            nodes = read & (column.kind == kind)
             text = f"{name} is {kind_name(kind)}, wanted {portable}_val"
-            rows.report("error", f"type-of-{name}", mask & ~right, f"{text}: no feeder reads it")
+            yield Rule("error", f"type-of-{name}", nodes & ~right, f"{text}: no feeder reads it")
             text += ": MLCommons' feeder takes it for 0"
-            rows.report("warning", f"unportable-{name}", mask & right, text)
+            yield Rule("warning", f"unportable-{name}", nodes & right, text)
     for name, types in NEEDED.items():
-        missing = rows.is_a(*types) & ~rows.cpu & ~rows.columns[name].present
-        rows.report("error", f"no-{name}", missing, f"has no {name}")
-
-
-def check_dims(rows: NodeRows, group: Int) -> None:
-    """A collective on all ranks names network dimensions (`involved_dim`) that can be."""
-    dims = rows.columns["involved_dim"]
-    has_dims = rows.communicates & rows.is_a(COLL) & dims.present
-    listed = dims.kind == BOOL + 1
-    text = "involved_dim is no bool_list, at which ASTRA-sim exits"
-    rows.report("warning", "type-of-involved_dim", has_dims & ~listed, text)
-    all_false = has_dims & listed & (dims.value == 0) & (group == 0)
-    rows.report(
-        "warning", "no-dims", all_false, "involved_dim is all false: in ASTRA-sim it never ends"
-    )
+        missing = trace.is_a(*types) & ~cpu & ~trace.attributes[name].present
+        yield Rule("error", f"no-{name}", missing, f"has no {name}")
 
 
 def kind_name(kind: int) -> str:
@@ -183,75 +143,97 @@ def kind_name(kind: int) -> str:
     return f"{names[kind - 1]}_list" if kind - 1 in names else "without a value"
 
 
-def check_exchanges(rows: NodeRows, rank: int | None) -> Bool:
-    """Collectives, sends and receives are valid; returns the mask of nodes that are."""
-    good = np.ones(len(rows.type), bool)
-    for name, types in NEEDED.items():
-        good &= ~(rows.communicates & rows.is_a(*types) & ~INTEGER[rows.columns[name].kind])
-    group = rows.columns["pg_name"]
-    good &= ~(rows.communicates & group.present & (group.kind != STRING))
-    size, tag, op = rows.value("comm_size"), rows.value("comm_tag"), rows.value("comm_type")
-    sound = rows.communicates & good
-    collective, message = sound & rows.is_a(COLL), sound & ~rows.is_a(COLL)
-    is_known = (op >= 0) & (op < len(CommType))
+def group_rules(trace: Trace) -> Iterator[Rule]:
+    """A collective names a group by a number, and network dimensions that can be."""
+    name, dims = trace.attributes["pg_name"], trace.attributes["involved_dim"]
+    collective = trace.communicates & trace.is_a(COLL)
+    named = collective & (name.kind == STRING)
+    for index in np.unique(name.value[named]).tolist():
+        text = trace.texts[int(index)]
+        if group_id(text) is None:
+            text = f"pg_name is {text[:40]!a}, wanted a positive number"
+            yield Rule("error", "group-name", named & (name.value == index), text)
+    listed = dims.kind == BOOL + 1
+    text = "involved_dim is no bool_list, at which ASTRA-sim exits"
+    yield Rule("warning", "type-of-involved_dim", collective & dims.present & ~listed, text)
+    none = collective & listed & (dims.value == 0) & (groups(trace) == 0)
+    text = "involved_dim is all false: in ASTRA-sim it never ends"
+    yield Rule("warning", "no-dims", none, text)
+
+
+def groups(trace: Trace) -> Int:
+    """The group of each collective; 0 for all ranks, and where there is no number."""
+    name = trace.attributes["pg_name"]
+    numbers = np.array([group_id(text) or 0 for text in [*trace.texts, ""]], np.int64)
+    named = trace.is_a(COLL) & (name.kind == STRING)
+    return np.where(named, numbers[np.where(named, name.value, -1)], 0)
+
+
+def exchange_rules(trace: Trace, rank: int | None) -> Iterator[Rule]:
+    """Collectives, sends and receives are valid; `rank`: whose file it is, if that is known."""
+    sound = trace.communicates & ~_lacks_numbers(trace)
+    size, tag, op = (trace.value(name) for name in ("comm_size", "comm_tag", "comm_type"))
+    collective, message = sound & trace.is_a(COLL), sound & ~trace.is_a(COLL)
     gathers, empty = collective & (op == CommType.ALL_GATHER), size == 0
-    waits = "ASTRA-sim only waits for duration_micros, and for nobody"
-    rules: tuple[tuple[Level, str, Bool, str], ...] = (
-        ("error", "comm-type", collective & ~is_known, "no comm_type of Chakra's"),
-        ("error", "comm-size", sound & (size < 0), "a negative comm_size"),
-        ("error", "comm-size", empty & (message | gathers), "comm_size 0: nothing to send"),
-        ("error", "comm-size", sound & (size == LARGEST), "a comm_size of 2^63 or more"),
-        ("error", "comm-tag", message & (tag < 0), "a negative comm_tag"),
-        ("warning", "zero-size", collective & ~gathers & empty, "a collective of 0 bytes"),
-        (
-            "warning",
-            "large-tag",
-            message & (tag >= MOST_TAG),
-            f"a comm_tag of {MOST_TAG} or more, which ASTRA-sim takes modulo {MOST_TAG}",
-        ),
-        ("warning", "broadcast", collective & (op == CommType.BROADCAST), f"a broadcast: {waits}"),
-    )
-    for level, code, mask, text in rules:
-        rows.report(level, code, mask, text)
-        if level == "error":
-            good &= ~mask
-    hangs = collective & good & (op != CommType.BROADCAST) & ~np.isin(op, SIMULATED)
+    unknown = collective & ((op < 0) | (op >= len(CommType)))
+    yield Rule("error", "comm-type", unknown, "no comm_type of Chakra's")
+    yield Rule("error", "comm-size", sound & (size < 0), "a negative comm_size")
+    nothing = empty & (message | gathers)
+    yield Rule("error", "comm-size", nothing, "comm_size 0: nothing to send")
+    yield Rule("error", "comm-size", sound & (size == LARGEST), "a comm_size of 2^63 or more")
+    yield Rule("error", "comm-tag", message & (tag < 0), "a negative comm_tag")
+    zero = collective & ~gathers & empty
+    yield Rule("warning", "zero-size", zero, "a collective of 0 bytes")
+    text = f"a comm_tag of {MOST_TAG} or more, which ASTRA-sim takes modulo {MOST_TAG}"
+    yield Rule("warning", "large-tag", message & (tag >= MOST_TAG), text)
+    text = "a broadcast: ASTRA-sim only waits for duration_micros, and for nobody"
+    yield Rule("warning", "broadcast", collective & (op == CommType.BROADCAST), text)
+    good = collective & ~unknown & (size >= 0) & (size != LARGEST)
+    hangs = good & ~np.isin(op, (CommType.BROADCAST, *SIMULATED))
     for kind in np.unique(op[hangs]).tolist():
         text = f"a collective of type {CommType(kind).name}, at which ASTRA-sim hangs"
-        rows.report("warning", "unsupported-collective", hangs & (op == kind), text)
-    return good & _check_ends(rows, message, rank)
-
-
-def _check_ends(rows: NodeRows, message: Bool, rank: int | None) -> Bool:
-    good = np.ones(len(rows.type), bool)
+        yield Rule("warning", "unsupported-collective", hangs & (op == kind), text)
     for type_, own, other in ((SEND, "comm_src", "comm_dst"), (RECV, "comm_dst", "comm_src")):
-        mask = message & rows.is_a(type_)
-        negative = mask & (rows.value(other) < 0)
-        rows.report("error", "peer", negative, f"a negative {other}")
-        good &= ~negative
-        if rank is None:
-            continue
-        itself = mask & (rows.value(other) == rank)
-        rows.report("error", "own-peer", itself, f"{other} is the rank itself")
-        foreign = mask & rows.columns[own].present & (rows.value(own) != rank)
-        rows.report(
-            "error", "not-own", foreign, f"{own} is not the rank, {rank}, whose file this is"
-        )
-        good &= ~itself & ~foreign
-    return good
+        ends = message & trace.is_a(type_)
+        yield Rule("error", "peer", ends & (trace.value(other) < 0), f"a negative {other}")
+        if rank is not None:
+            itself = ends & (trace.value(other) == rank)
+            yield Rule("error", "own-peer", itself, f"{other} is the rank itself")
+            foreign = ends & trace.attributes[own].present & (trace.value(own) != rank)
+            text = f"{own} is not the rank, {rank}, whose file this is"
+            yield Rule("error", "not-own", foreign, text)
 
 
-def check_kernels(rows: NodeRows) -> None:
+def _lacks_numbers(trace: Trace) -> Bool:
+    """Mask of the nodes that lack an attribute that their communication needs."""
+    group = trace.attributes["pg_name"]
+    lacks = group.present & (group.kind != STRING)
+    for name, types in NEEDED.items():
+        lacks |= trace.is_a(*types) & ~INTEGER[trace.attributes[name].kind]
+    return lacks
+
+
+def kernel_rules(trace: Trace) -> Iterator[Rule]:
     """Kernels have work or a duration, from which readers can derive a time."""
-    kernel = rows.is_a(COMP) & ~rows.cpu
-    bare = kernel & ~(rows.columns["num_ops"].present & rows.columns["tensor_size"].present)
-    rows.report("warning", "only-duration", bare, "num_ops or tensor_size is missing")
+    operations, moved = trace.attributes["num_ops"], trace.attributes["tensor_size"]
+    kernel = trace.is_a(COMP) & ~trace.on_cpu
+    bare = kernel & ~(operations.present & moved.present)
+    # 0 counts as a duration if any node has one.
+    timed = bool(trace.duration.any())
+    text = "num_ops or tensor_size is missing"
+    if timed:
+        text += ": runs by its duration, with ASTRA-sim's roofline off only"
+        yield Rule("warning", "only-duration", bare, text)
+    else:
+        yield Rule("error", "no-work", bare, f"{text}, and nothing has a duration")
     for name, why in (("num_ops", "never ends"), ("tensor_size", "stalls what waits for it")):
-        zero = kernel & ~bare & INTEGER[rows.columns[name].kind] & (rows.value(name) < 1)
-        rows.report("error", f"zero-{name}", zero, f"{name} below 1: in ASTRA-sim it {why}")
-    short = (rows.value("num_ops") < FLOPS_PER_NS) & (rows.value("tensor_size") < BYTES_PER_NS)
+        column = trace.attributes[name]
+        zero = kernel & ~bare & INTEGER[column.kind] & (column.value < 1)
+        yield Rule("error", f"zero-{name}", zero, f"{name} below 1: in ASTRA-sim it {why}")
+    first = (np.diff(trace.ctrl.ptr) == 0) & (np.diff(trace.data.ptr) == 0)
+    short = (operations.value < FLOPS_PER_NS) & (moved.value < BYTES_PER_NS)
     text = "a first kernel of less than 1 ns on a fast device, at which ASTRA-sim aborts"
-    rows.report("warning", "short-first", kernel & ~bare & rows.first & short, text)
+    yield Rule("warning", "short-first", kernel & ~bare & first & short, text)
 
 
 def group_id(name: str) -> int | None:

@@ -20,19 +20,19 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from stagewright.arrays import Bool, Int
+from stagewright.arrays import Int
 from stagewright.check.files.dependency_graph import graph_of_ids
 from stagewright.check.files.groups import read_json
 from stagewright.check.files.rank import Checked, check_trace
-from stagewright.check.files.reader import Damaged, TraceReader
-from stagewright.check.files.rules import LOAD, STORE, group_id, label
+from stagewright.check.files.reader import LOAD, STORE, Damaged, nodes, read_trace
+from stagewright.check.files.rules import group_id, label
 from stagewright.check.files.world import Nodes, WorldPart
 from stagewright.check.report import Finding
 from stagewright.errors import UserError
 from stagewright.executors import Processes, cores
 from stagewright.files import open_regular
 from stagewright.program.columns import TaskKind
-from stagewright.trace.formats.wire import Bytes, Words
+from stagewright.trace.formats.wire import Bytes
 from stagewright.trace.manifest import MANIFEST
 
 MOST_COMPARED = 1 << 28
@@ -318,7 +318,7 @@ class TraceSource:
         return self._labels[row]
 
     def _label(self, row: int) -> str:
-        node = next(islice(TraceReader(self.path).nodes(), row, None), None)
+        node = next(islice(nodes(self.path), row, None), None)
         if node is None:
             raise Damaged(f"{self.path}: changed while it was read")
         return label(node)
@@ -330,15 +330,9 @@ class TraceSource:
         return self._nodes
 
     def _read(self) -> Nodes:
-        columns: list[tuple[Words, Bool, Int, Words]] = []
-        count = 0
-        for block in TraceReader(self.path):
-            on_cpu = block.attributes["is_cpu_op"].value != 0
-            memory = ((block.type == LOAD) | (block.type == STORE)) & ~on_cpu
-            child, needed = block.dependencies()
-            columns.append((block.id, memory, child + count, needed))
-            count += len(block)
-        ids, memory, child, needed = (np.concatenate(c) for c in zip(*columns, strict=True))
-        place = np.empty(count, np.int64)
-        place[np.argsort(ids, kind="stable")] = np.arange(count)
-        return Nodes(graph_of_ids(ids, child, needed)[0], place, memory)
+        trace = read_trace(self.path)
+        child, needed = trace.dependencies()
+        place = np.empty(len(trace), np.int64)
+        place[np.argsort(trace.id, kind="stable")] = np.arange(len(trace))
+        memory = trace.is_a(LOAD, STORE) & ~trace.on_cpu
+        return Nodes(graph_of_ids(trace.id, child, needed)[0], place, memory)

@@ -113,7 +113,7 @@ def _launch_file(config: str | None, *, as_json: bool) -> int:
 
 
 def _imported(source: str) -> str:
-    """Import a module as the text of a model, in a new folder; returns its path."""
+    """Import a module as the text of a model, in a file that ends with the command; its path."""
     from stagewright.files import write_text
     from stagewright.imports.sources import recorded
     from stagewright.imports.translate import translate
@@ -121,10 +121,12 @@ def _imported(source: str) -> str:
     started = time.perf_counter()
     traced = recorded(source)
     translated = translate(traced)
-    path = f"{tempfile.mkdtemp()}/{traced.name or 'imported'}.stg"
+    folder = tempfile.TemporaryDirectory(prefix="stagewright-")
+    path = f"{click.get_current_context().with_resource(folder)}/{traced.name or 'imported'}.stg"
     write_text(path, translated.text)
     seconds = time.perf_counter() - started
-    output.show_notes([*translated.notes, f"{source} imported in {seconds:.1f} s: {path}"])
+    keep = f"to keep the text: stagewright import {source} -o FILE.stg"
+    output.show_notes([*translated.notes, f"{source} imported in {seconds:.1f} s; {keep}"])
     return path
 
 
