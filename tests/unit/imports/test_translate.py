@@ -274,6 +274,6 @@ def test_a_dim_that_nothing_names_is_asked_for():
 
 def test_show_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main(["show", str(DATA / "imports" / "llama.json"), "--via", "torch", "--json"])
     assert not [*tmp_path.iterdir()]
