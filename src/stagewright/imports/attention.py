@@ -89,8 +89,7 @@ def _scores_product(
                 mask = calls[mask.operands[0]]
             if not _hides_keys(mask) or mask.attrs.get("hides"):
                 return None
-            attrs["causal"] = mask.attrs["mask"] == "causal"
-            attrs["window"] = mask.attrs.get("window", 0)
+            attrs |= _reach(mask)
         elif at.op == "opaque" and at.attrs.get("fn") in ("masked_fill", "where"):
             masks = [calls[n] for n in at.operands if _hides_keys(calls[n])]
             others = [calls[n] for n in at.operands if calls[n].op not in LEAVES]
@@ -98,14 +97,18 @@ def _scores_product(
                 return None
             if at.attrs["fn"] == "masked_fill" and not masks[0].attrs.get("hides"):
                 return None
-            attrs["causal"] = masks[0].attrs["mask"] == "causal"
-            attrs["window"] = masks[0].attrs.get("window", 0)
+            attrs |= _reach(masks[0])
             (at,) = others
             continue
         elif at.op not in _ELEMENTWISE:
             return None
         at = calls[at.operands[0]]
     return None
+
+
+def _reach(mask: OpCall) -> dict[str, Any]:
+    """The keys that a constant mask leaves, as attributes of attention."""
+    return {"causal": mask.attrs["mask"] == "causal", "window": mask.attrs.get("window", 0)}
 
 
 def _hides_keys(of: OpCall) -> bool:

@@ -199,9 +199,13 @@ class AxisTable:
             "dims; keep them apart in the module"
         )
 
+    def base_of(self, name: str) -> str:
+        """The value that a view shows; the value itself where it is none."""
+        return self.base.get(name, name)
+
     def _show(self, call: OpCall, source: str, made: Dims) -> None:
         self.dims[call.name] = made
-        self.base[call.name] = self.base.get(source, source)
+        self.base[call.name] = self.base_of(source)
         self.copies[call.name] = set(self.copies.get(source, ()))
 
     def _labelled(self, call: OpCall, shape: Sequence[Size]) -> None:

@@ -36,7 +36,7 @@ class Layouts:
 
     def of(self, name: str) -> tuple[Axis, ...]:
         """The axes of a value in memory order."""
-        base = self.axes.base.get(name, name)
+        base = self.axes.base_of(name)
         if base not in self.order:
             self.order[base] = tuple(self.axes.leaves_of(base))
         return tuple(leaf for known in self.order[base] for leaf in known.leaves())

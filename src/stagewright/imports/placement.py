@@ -37,7 +37,7 @@ class PlacementRules:
 
     def parameter(self, name: str) -> str:
         """The parameter that a value is a view of, or nothing."""
-        base = self.axes.base.get(name, name)
+        base = self.axes.base_of(name)
         return base if base in self.leaves and self.leaves[base].op == "param" else ""
 
     def _heads(self) -> set[Axis]:
@@ -70,10 +70,10 @@ class PlacementRules:
     def _follows_input(self, name: str) -> bool:
         """True for an input of the model, and for parts of one and sums with constants."""
         by_name = {call.name: call for call in self.calls}
-        source = self.axes.base.get(name, name)
+        source = self.axes.base_of(name)
         while source in by_name and by_name[source].op in ("slice", "add", "shift", "cast"):
             operand = by_name[source].operands[0]
-            source = self.axes.base.get(operand, operand)
+            source = self.axes.base_of(operand)
         return source in self.leaves and self.leaves[source].op == "input"
 
     def products(self) -> Iterable[tuple[OpCall, list[Axis], list[Axis], list[Axis]]]:

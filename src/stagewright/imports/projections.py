@@ -29,7 +29,7 @@ class _ProjectionSplitter:
         readers: dict[str, list[OpCall]] = {}
         for call in calls:
             for name in call.operands:
-                readers.setdefault(self.axes.base.get(name, name), []).append(call)
+                readers.setdefault(self.axes.base_of(name), []).append(call)
         by_name = {call.name: call for call in calls}
         replaced: dict[str, list[OpCall]] = {}
         dropped = set[str]()
@@ -64,16 +64,16 @@ class _ProjectionSplitter:
         """The product with a parameter that makes a value, and its bias."""
         call, bias = by_name.get(name), ""
         if call is not None and call.op == "add" and len(call.operands) == 2:
-            bias = self.axes.base.get(call.operands[1], call.operands[1])
+            bias = self.axes.base_of(call.operands[1])
             if bias not in self.leaves or self.leaves[bias].op != "param":
                 return None
-            source = self.axes.base.get(call.operands[0], call.operands[0])
+            source = self.axes.base_of(call.operands[0])
             if len(readers.get(source, ())) != 1:
                 return None
             call = by_name.get(source)
         if call is None or call.op != "einsum" or "o" not in call.out:
             return None
-        weight = self.axes.base.get(call.operands[1], call.operands[1])
+        weight = self.axes.base_of(call.operands[1])
         is_parameter = weight in self.leaves and self.leaves[weight].op == "param"
         return (call, bias) if is_parameter else None
 
@@ -116,7 +116,7 @@ class _ProjectionSplitter:
 
     def _piece_of(self, name: str, nth: int, dims: list[list[Axis]]) -> str:
         """A parameter that is a part of another."""
-        base = self.axes.base.get(name, name)
+        base = self.axes.base_of(name)
         fused = self.leaves[base]
         words = fused.path.split(".")
         path = ".".join([*words[:-1], f"{words[-1]}_{nth}"])

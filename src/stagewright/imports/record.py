@@ -28,7 +28,7 @@ from typing import Any
 
 from stagewright.errors import UserError
 from stagewright.imports.masks import Mask, kind_of_mask
-from stagewright.imports.recording import Extent, Recording, Ref, TracedNode
+from stagewright.imports.recording import Extent, Recording, Ref, TracedNode, first_of, reachable
 from stagewright.imports.saved import CALLED_GRAPHS, load_program
 
 
@@ -165,10 +165,9 @@ class _Recorder:
         paths = [n.path for n in self.nodes if n.op == "param" and n.path in tensors]
         frozen = [path for path in paths if not tensors[path].requires_grad]
         if frozen:
-            more = f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
             self.notes.append(
                 "frozen in the module (requires_grad is false), but here only if the run says so "
-                f"with --freeze or --trainable: {', '.join(frozen[:3])}{more}"
+                f"with --freeze or --trainable: {first_of(frozen, 3)}"
             )
 
     def _name(self, node: Any) -> str:
@@ -330,13 +329,7 @@ class _Recorder:
     def _needed(self, outputs: Sequence[str]) -> tuple[TracedNode, ...]:
         """The nodes that the outputs depend on, in order, and all inputs and parameters."""
         by_name = {node.name: node for node in self.nodes}
-        needed, pending = set[str](), [*outputs]
-        while pending:
-            name = pending.pop()
-            if name in needed or name not in by_name:
-                continue
-            needed.add(name)
-            pending += by_name[name].operands()
+        needed = reachable(outputs, lambda n: by_name[n].operands() if n in by_name else ())
         nodes = [n for n in self.nodes if n.name in needed or n.op in ("param", "input")]
         return tuple(nodes)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -227,6 +227,23 @@ def _from_json(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_from_json(each) for each in cast("list[Any]", value))
     return value
+
+
+def reachable(names: Iterable[str], operands: Callable[[str], Iterable[str]]) -> set[str]:
+    """Some names, and all that they depend on."""
+    found, pending = set[str](), [*names]
+    while pending:
+        name = pending.pop()
+        if name not in found:
+            found.add(name)
+            pending += operands(name)
+    return found
+
+
+def first_of(words: Sequence[str], most: int) -> str:
+    """Words for a note: the first of them, and how many there are besides."""
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
 
 
 def operation(node: TracedNode | None) -> str:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stagewright.imports.recording import Ref, TracedNode, argument, operation, words
+from stagewright.imports.recording import Ref, TracedNode, argument, operation, reachable, words
 
 
 class TracedGraph:
@@ -38,6 +38,15 @@ class TracedGraph:
         """`outputs` are read from outside."""
         self.nodes = {node.name: node for node in nodes}
         self.outputs = tuple(outputs)
+
+    def of(self, *operations: str) -> list[TracedNode]:
+        """The nodes of some operations, in order."""
+        return [node for node in self.nodes.values() if operation(node) in operations]
+
+    def only_reader(self, node: TracedNode, users: Mapping[str, list[str]]) -> TracedNode | None:
+        """The node that reads this one; None where several do, or none."""
+        readers = users.get(node.name, ())
+        return self.nodes[readers[0]] if len(readers) == 1 else None
 
     def users(self) -> dict[str, list[str]]:
         """Names of the nodes that read each node."""
@@ -64,12 +73,7 @@ class TracedGraph:
 
     def prune(self) -> None:
         """Drop what no output depends on; parameters stay only where something reads them."""
-        needed, pending = set[str](), [*self.outputs]
-        while pending:
-            name = pending.pop()
-            if name not in needed:
-                needed.add(name)
-                pending += self.nodes[name].operands()
+        needed = reachable(self.outputs, lambda name: self.nodes[name].operands())
         self.nodes = {k: node for k, node in self.nodes.items() if k in needed}
 
     def source(self, node: TracedNode | None, *also: str) -> TracedNode | None:
@@ -158,9 +162,9 @@ def _products_of_views(graph: TracedGraph) -> None:
 
     Decompositions of PyTorch write matrix products of more than three dims so.
     """
-    for node in [*graph.nodes.values()]:
+    for node in graph.of(*_VIEWS):
         product = graph.operand(node, 0)
-        if operation(node) not in _VIEWS or operation(product) != "bmm" or product is None:
+        if operation(product) != "bmm" or product is None:
             continue
         operands: list[str] = []
         for of in (graph.operand(product, 0), graph.operand(product, 1)):
@@ -183,22 +187,18 @@ _VIEWS = ("view", "reshape", "_unsafe_view")
 def _rms_norms(graph: TracedGraph) -> None:
     """x * rsqrt(mean(x ** 2) + eps), in fp32, times a weight before or after the cast back."""
     users = graph.users()
-    for node in [*graph.nodes.values()]:
-        if operation(node) != "rsqrt":
-            continue
+    for node in graph.of("rsqrt"):
         x = _squared(graph, graph.operand(node, 0))
-        product = graph.nodes[users[node.name][0]] if len(users.get(node.name, ())) == 1 else None
-        if x is None or operation(product) != "mul":
+        product = graph.only_reader(node, users)
+        if x is None or product is None or operation(product) != "mul":
             continue
-        assert product is not None
         if node.shape != (*x.shape[:-1], 1):
             continue
         scaled = other_factor(graph, product, node.name)
         if _uncast(graph, scaled) is not _uncast(graph, x):
             continue
         result, weight, plus = product, None, 0
-        while len(users.get(result.name, ())) == 1:
-            reader = graph.nodes[users[result.name][0]]
+        while (reader := graph.only_reader(result, users)) is not None:
             if operation(reader) in CASTS:
                 result = reader
                 continue
@@ -263,7 +263,7 @@ def _rotary(graph: TracedGraph) -> None:
         pairs = _times_complex_constant(graph, node)
         if pairs is None:
             continue
-        after = graph.nodes[users[node.name][0]] if len(users.get(node.name, ())) == 1 else None
+        after = graph.only_reader(node, users)
         whole = graph.viewed(pairs)
         joins = after is not None and operation(after) in (*_VIEWS, "flatten")
         if after is not None and whole is not None and joins and after.shape == whole.shape:
@@ -341,8 +341,8 @@ def _rotated_pairs(graph: TracedGraph, node: TracedNode) -> TracedNode | None:
 def _safe_softmaxes(graph: TracedGraph) -> None:
     """A softmax whose rows that are masked as a whole are zeros: the softmax."""
     names: dict[str, str] = {}
-    for node in graph.nodes.values():
-        if operation(node) != "where" or len(node.args) != 3:
+    for node in graph.of("where"):
+        if len(node.args) != 3:
             continue
         zeros, chosen = graph.operand(node, 1), graph.operand(node, 2)
         filled = operation(zeros) in ("full_like", "zeros_like", "full", "scalar_tensor")
@@ -356,9 +356,7 @@ def _safe_softmaxes(graph: TracedGraph) -> None:
 
 def _silus(graph: TracedGraph) -> None:
     """x * sigmoid(x)."""
-    for node in [*graph.nodes.values()]:
-        if operation(node) != "mul":
-            continue
+    for node in graph.of("mul"):
         for x, gate in ((0, 1), (1, 0)):
             inner, factor = graph.operand(node, x), graph.operand(node, gate)
             if inner is None or operation(factor) != "sigmoid" or factor is None:
@@ -371,9 +369,7 @@ def _silus(graph: TracedGraph) -> None:
 def _new_gelu(graph: TracedGraph) -> None:
     """0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) is gelu's approximation."""
     users = graph.users()
-    for node in [*graph.nodes.values()]:
-        if operation(node) != "tanh":
-            continue
+    for node in graph.of("tanh"):
         cubes = {
             n.name: n
             for n in _inputs_within(graph, graph.operand(node, 0), 5)
@@ -381,10 +377,10 @@ def _new_gelu(graph: TracedGraph) -> None:
         }
         at, x = node, next((n for c in cubes.values() for n in c.operands()), None)
         for _ in range(3):  # one is added, and the factors follow in some order
-            readers = users.get(at.name, ())
-            if len(readers) != 1 or x is None:
+            reader = graph.only_reader(at, users)
+            if reader is None or x is None:
                 break
-            at = graph.nodes[readers[0]]
+            at = reader
             if _equals_function(graph, at, x, _gelu_by_tanh):
                 graph.replace(at, "our.act", x, fn="gelu_tanh", operators=True)
                 break
@@ -447,11 +443,10 @@ def _inputs_within(graph: TracedGraph, node: TracedNode | None, depth: int) -> l
 def _softcaps(graph: TracedGraph) -> None:
     """tanh(x / cap) * cap."""
     users = graph.users()
-    for node in [*graph.nodes.values()]:
-        divided, after = graph.operand(node, 0), users.get(node.name, [])
-        if operation(node) != "tanh" or len(after) != 1 or divided is None:
+    for node in graph.of("tanh"):
+        divided, product = graph.operand(node, 0), graph.only_reader(node, users)
+        if product is None or divided is None:
             continue
-        product = graph.nodes[after[0]]
         cap = product.args[1] if operation(product) == "mul" and len(product.args) > 1 else None
         if operation(divided) == "div" and isinstance(cap, int | float) and divided.args[1] == cap:
             graph.replace(product, "our.act", divided.args[0].name, fn="softcap", cap=cap)
@@ -460,8 +455,8 @@ def _softcaps(graph: TracedGraph) -> None:
 def _gated(graph: TracedGraph) -> None:
     """activation(a) * b, where nothing else reads the activation."""
     users = graph.users()
-    for node in [*graph.nodes.values()]:
-        if operation(node) != "mul" or not all(isinstance(a, Ref) for a in node.args[:2]):
+    for node in graph.of("mul"):
+        if not all(isinstance(a, Ref) for a in node.args[:2]):
             continue
         a, b = graph.operand(node, 0), graph.operand(node, 1)
         for gate, up in ((a, b), (b, a)):
@@ -482,10 +477,9 @@ def _gated(graph: TracedGraph) -> None:
 def _replace_copies(graph: TracedGraph) -> None:
     """Replace a copy of x into t by x, cast or expanded to the shape of t."""
     names: dict[str, str] = {}
-    for node in [*graph.nodes.values()]:
-        into = "slice_scatter" if operation(node) == "slice_scatter" else "copy"
-        source = graph.operand(node, 1)
-        if operation(node) != into or source is None:
+    for node in graph.of("slice_scatter", "copy"):
+        into, source = operation(node), graph.operand(node, 1)
+        if source is None:
             continue
         if (source.shape, source.dtype) == (node.shape, node.dtype):
             names[node.name] = source.name
@@ -502,9 +496,9 @@ def _join_written_parts(graph: TracedGraph) -> None:
     Before: `y = zeros_like(x); y[:, 0] = a; y[:, 1] = b`. After: `y = stack([a, b], 1)`.
     """
     users = graph.users()
-    for node in [*graph.nodes.values()]:
+    for node in graph.of("slice_scatter", "select_scatter"):
         kind = operation(node)
-        if kind not in ("slice_scatter", "select_scatter") or any(
+        if any(
             operation(graph.nodes[n]) == kind and graph.operand(graph.nodes[n], 0) is node
             for n in users.get(node.name, ())
         ):
@@ -560,9 +554,8 @@ def _expert_mixtures(graph: TracedGraph) -> None:
 
     Anchors are the products of sorted rows with the matrices of all experts (`_grouped_mm`).
     """
-    products = [n for n in graph.nodes.values() if operation(n) in GROUPED]
     done: set[str] = set()
-    for up in products:
+    for up in graph.of(*GROUPED):
         if up.name in done or up.name not in graph.nodes:
             continue
         replaced = _mixture(graph, up)
@@ -677,15 +670,10 @@ def _names_in_cone(graph: TracedGraph, node: TracedNode) -> set[str]:
 
 def _ancestors(graph: TracedGraph, end: TracedNode | None, stop: str = "") -> list[TracedNode]:
     """Nodes that a node depends on, itself last, down to the node `stop`."""
-    ancestors: dict[str, TracedNode] = {}
-    pending = [end.name] if end else []
-    while pending:
-        name = pending.pop()
-        if name in ancestors or name == stop:
-            continue
-        ancestors[name] = graph.nodes[name]
-        pending += graph.nodes[name].operands()
-    return [n for n in graph.nodes.values() if n.name in ancestors]
+    names = reachable(
+        [end.name] if end else [], lambda n: graph.nodes[n].operands() if n != stop else ()
+    )
+    return [n for n in graph.nodes.values() if n.name in names - {stop}]
 
 
 def _descendants(graph: TracedGraph, users: Mapping[str, list[str]], name: str) -> list[str]:
@@ -721,10 +709,10 @@ def _shared_expert(
     graph: TracedGraph, users: Mapping[str, list[str]], end: TracedNode, h: TracedNode
 ) -> tuple[TracedNode, int, tuple[str, ...]] | None:
     """A gated MLP of the same hidden state that is added to the experts' sum."""
-    readers = [graph.nodes[n] for n in users.get(end.name, ())]
-    if len(readers) != 1 or operation(readers[0]) != "add":
+    total = graph.only_reader(end, users)
+    if total is None or operation(total) != "add":
         return None
-    other = other_factor(graph, readers[0], end.name)
+    other = other_factor(graph, total, end.name)
     last = graph.source(other)
     if operation(last) != "linear" or last is None:
         return None
@@ -737,7 +725,7 @@ def _shared_expert(
     if any(graph.source(graph.operand(p, 0)) is not h for p in parts if p):
         return None
     weights = [graph.operand(p, 1) for p in (*parts, last) if p]
-    return readers[0], int(glu.shape[-1]), tuple(w.name for w in weights if w)
+    return total, int(glu.shape[-1]), tuple(w.name for w in weights if w)
 
 
 # ---- all rewrites -----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from stagewright.imports.layers import Section, Sections
 from stagewright.imports.ops import LEAVES, Label, OpCall
 from stagewright.imports.placement import PlacementRules
 from stagewright.imports.projections import split_projections
-from stagewright.imports.recording import Recording
+from stagewright.imports.recording import Recording, first_of
 
 MAX_POSITIONS = 131_072
 """The longest sequence of an imported model, whose code may say none."""
@@ -54,7 +54,7 @@ class ModelText:
             if section.reads and section.reads not in self.axes.dims:
                 same = representative[section.reads]
                 self.axes.dims[section.reads] = self.axes.dims[same]
-                self.axes.base[section.reads] = self.axes.base.get(same, same)
+                self.axes.base[section.reads] = self.axes.base_of(same)
                 self.axes.copies[section.reads] = self.axes.copies.get(same, set())
             for call in section.calls:
                 for name in call.operands:
@@ -99,9 +99,7 @@ class ModelText:
         self, layouts: Layouts, placement: PlacementRules, calls: Iterable[OpCall]
     ) -> None:
         """Matrices lie with what is summed over first, tables with their rows first."""
-        tables = {
-            self.axes.base.get(c.operands[1], c.operands[1]) for c in calls if c.op == "embedding"
-        }
+        tables = {self.axes.base_of(c.operands[1]) for c in calls if c.op == "embedding"}
         for call in calls:
             if call.op != "einsum" or len(call.operands) != 2:
                 continue
@@ -178,15 +176,10 @@ class ModelText:
             if section.layer:
                 wish = _kind_of_layer(section) if len(layers) > 1 else "layer"
             elif i == 0:
-                wish = "model" if len(sections) == 1 else "embed"
+                wish = "whole" if len(sections) == 1 else "embed"
             else:
                 wish = "head" if i == len(sections) - 1 else "between"
-            name, n = wish if wish != "model" else "whole", 1
-            while name in taken:
-                n += 1
-                name = f"{wish}{n}"
-            taken.add(name)
-            names[signature] = name
+            names[signature] = free_name(wish, taken, "")
         return names
 
     def _model(self, model: ModelContext, names: Mapping[tuple[object, ...], str]) -> str:
@@ -231,16 +224,13 @@ class ModelText:
         for name, leaf in self.leaves.items():
             if leaf.op != "param" or len(leaf.shape) < 2 or name not in self.axes.dims:
                 continue
-            is_read = any(name == self.axes.base.get(n, n) for body in self.bodies.values()
+            is_read = any(name == self.axes.base_of(n) for body in self.bodies.values()
                        for c in body if c.op != "experts" for n in c.operands)  # fmt: skip
             units = model.layouts.units(model.layouts.of(name))
             if is_read and not any(model.placement.degree_of(unit) for unit in units):
                 replicated.append(leaf.path)
         if replicated:
-            listed = ", ".join(replicated[:6]) + (
-                f" and {len(replicated) - 6} more" if len(replicated) > 6 else ""
-            )
-            self.notes.append(f"whole on every rank of tp: {listed}")
+            self.notes.append(f"whole on every rank of tp: {first_of(replicated, 6)}")
 
 
 def _kind_of_layer(section: Section) -> str:
@@ -316,12 +306,7 @@ class ModuleWriter:
         wish = re.sub(r"\W+", "_", wish).strip("_") or "value"
         wish = f"_{wish}" if wish[0].isdigit() else wish
         wish = f"{wish}_" if wish in RESERVED or keyword.iskeyword(wish) else wish
-        name, n = wish, 1
-        while name in self.taken:
-            n += 1
-            name = f"{wish}_{n}"
-        self.taken.add(name)
-        return name
+        return free_name(wish, self.taken, "_")
 
     def size(self, unit: Axis) -> str:
         """A unit's size in the text; a number gets a name of its own."""
@@ -357,7 +342,7 @@ class ModuleWriter:
 
     def value(self, name: str) -> str:
         """Name of a value in the text; declares parameters and inputs when first read."""
-        base = self.model.axes.base.get(name, name)
+        base = self.model.axes.base_of(name)
         if base in self.names:
             return self.names[base]
         leaf = self.model.leaves.get(base)
@@ -393,7 +378,7 @@ class ModuleWriter:
 
     def _dtype(self, name: str) -> str:
         """The data type of a value; of what comes in, that of the parameters."""
-        base = self.model.axes.base.get(name, name)
+        base = self.model.axes.base_of(name)
         leaf = self.model.leaves.get(base)
         return leaf.dtype if leaf is not None else self.dtypes.get(base, self.model.dtype)
 
@@ -403,7 +388,7 @@ class ModuleWriter:
         """The module's text."""
         if number:
             layout = self.shape(self.model.layouts.of(self.section.reads), degrees=False)
-            self.names[self.model.axes.base.get(self.section.reads, self.section.reads)] = "x"
+            self.names[self.model.axes.base_of(self.section.reads)] = "x"
             self.taken.add("x")
             self.lines.append(f"input x{layout}")
         last = len(self.calls) - 1
@@ -453,11 +438,9 @@ class ModuleWriter:
         (first, *others), axes = call.operands, self.model.axes
         name = f"{first}.turned"
         axes.dims[name] = axes.dims[first]
-        layouts.order[name] = tuple(leaf for _, leaf in turned)
         letters = dict(zip(places, "bcdefghijklmnop", strict=False))
         spec = "->".join("".join(letters[p] for p in of) for of in (places, turned))
-        self.names[name] = self.unique_name("turned")
-        self.body.append(f"{self.names[name]} = sum[{spec}]({self.value(first)})")
+        self._arrange(name, "turned", [leaf for _, leaf in turned], spec, first)
         return replace(call, operands=(name, *others))
 
     def _with_merged_dims(self, call: OpCall) -> OpCall:
@@ -505,13 +488,19 @@ class ModuleWriter:
         outside = [letters[p] for p in others]
         place = len(others) if call.op != "attention" else places.index((label, label_axes[0]))
         left, right = ([leaf for _, leaf in of] for of in (others[:place], others[place:]))
-        layouts.order[name] = (*left, merged, *right)
         outside.insert(place, f"({inside})")
-        self.names[name] = self.unique_name("merged")
         spec = f"{''.join(letters.values())}->{''.join(outside)}"
-        self.body.append(f"{self.names[name]} = sum[{spec}]({self.value(operand)})")
+        self._arrange(name, "merged", [*left, merged, *right], spec, operand)
         operands = tuple(name if n == i else o for n, o in enumerate(call.operands))
         return replace(call, operands=operands)
+
+    def _arrange(
+        self, name: str, wish: str, order: Sequence[Axis], spec: str, operand: str
+    ) -> None:
+        """Write an operand once more, with its axes in another order of memory."""
+        self.model.layouts.order[name] = tuple(order)
+        self.names[name] = self.unique_name(wish)
+        self.body.append(f"{self.names[name]} = sum[{spec}]({self.value(operand)})")
 
     def _scope(self, call: OpCall) -> str:
         """The part of a layer: with attention in it, or a feed-forward."""
@@ -619,29 +608,36 @@ class ModuleWriter:
         width = product(a.extent for a in self.model.axes.label_leaves(call.name, "p"))
         units = self.model.layouts.units([leaf for _, leaf in places])
         before = len(units[: positions[0]]) if positions else 0
-        letters = dict(spec.letters)
-        words = [f"{x.upper()}={self.size(axis)}" for x, axis in letters.items()]
-        if start == 0:
-            words += ["dim=" + str(before), "first=true"]
-            return f"part{spec_text(spec.text, letters, words)}({operand})"
+        words = [f"{x.upper()}={self.size(axis)}" for x, axis in spec.letters.items()]
+        words += [f"dim={before}", f"first={'false' if start else 'true'}"]
+        text = spec.text
         total = extent.value({}) if not extent.symbols else None
-        if total is not None and not width.symbols and start + width.value({}) < total:
-            whole = spec.text.split("->")[0]
-            low = next(c for c in whole.split(",")[0] if c.isupper())
-            kept = next(c for c in "XYWKJ" if c.lower() not in spec.text.lower())
-            name = f"N{start + width.value({})}"
-            self.sizes[name] = extent - (total - start - width.value({}))
-            head = whole.replace(low, kept)
-            first = f"part[{whole}->{head}; {kept}={name}, dim={before}, first=true]({operand})"
-            rest = spec.text.replace(low, kept, 1)
-            words += ["dim=" + str(before), "first=false"]
-            return f"part{spec_text(rest, letters, words)}({first})"
-        words += ["dim=" + str(before), "first=false"]
-        return f"part{spec_text(spec.text, letters, words)}({operand})"
+        if start and total is not None and not width.symbols:
+            end = start + width.value({})
+            if end < total:  # the last of its first elements
+                whole = spec.text.split("->")[0]
+                low = next(c for c in whole.split(",")[0] if c.isupper())
+                kept = next(c for c in "XYWKJ" if c.lower() not in spec.text.lower())
+                self.sizes[f"N{end}"] = extent - (total - end)
+                first = (
+                    f"{whole}->{whole.replace(low, kept)}; {kept}=N{end}, dim={before}, first=true"
+                )
+                operand, text = f"part[{first}]({operand})", spec.text.replace(low, kept, 1)
+        return f"part{spec_text(text, spec.letters, words)}({operand})"
+
+
+def free_name(wish: str, taken: set[str], between: str) -> str:
+    """A name that is not taken, with a number behind it if need be; it is taken then."""
+    name, n = wish, 1
+    while name in taken:
+        n += 1
+        name = f"{wish}{between}{n}"
+    taken.add(name)
+    return name
 
 
 def _bases(axes: AxisTable, call: OpCall) -> list[str]:
-    return [axes.base.get(n, n) for n in call.operands]
+    return [axes.base_of(n) for n in call.operands]
 
 
 def is_default_spec(op: str, spec: str) -> bool:

@@ -18,7 +18,7 @@ from stagewright.imports.attention import fuse_attention
 from stagewright.imports.axes import AxisTable
 from stagewright.imports.layers import find_sections
 from stagewright.imports.ops import OpCall, Translation, calls_of
-from stagewright.imports.recording import Recording
+from stagewright.imports.recording import Recording, first_of, reachable
 from stagewright.imports.rewrite import rewritten
 from stagewright.imports.stg_writer import ModelText
 
@@ -59,7 +59,8 @@ def translate(recording: Recording, options: Options | None = None) -> Translate
     calls = fuse_attention(translation.calls)
     (result,) = graph.outputs
     calls, result = _with_loss(calls, result, options.loss, notes)
-    calls = _needed(calls, result)
+    needed = reachable([result], lambda name: calls[name].operands)
+    calls = {name: call for name, call in calls.items() if name in needed}
     refuse_sizes_of_data(calls)
     symbols = names_of_symbols(calls, options.dims)
     calls = _renamed_inputs(calls)
@@ -93,17 +94,6 @@ def _renamed_inputs(calls: dict[str, OpCall]) -> dict[str, OpCall]:
         return replace(call, name=names.get(call.name, call.name), operands=operands)
 
     return {names.get(k, k): renamed(call) for k, call in calls.items()}
-
-
-def _needed(calls: Mapping[str, OpCall], result: str) -> dict[str, OpCall]:
-    """Calls that the result depends on."""
-    needed, pending = set[str](), [result]
-    while pending:
-        name = pending.pop()
-        if name not in needed:
-            needed.add(name)
-            pending += calls[name].operands
-    return {name: call for name, call in calls.items() if name in needed}
 
 
 def _with_loss(
@@ -204,8 +194,7 @@ def unused_parameters(recording: Recording, calls: Mapping[str, OpCall]) -> list
     if not out:
         return []
     count = sum(prod(int(extent) for extent in n.shape) for n in out)
-    more = f" and {len(out) - 6} more" if len(out) > 6 else ""
-    paths = ", ".join(n.path for n in out[:6]) + more
+    paths = first_of([n.path for n in out], 6)
     return [f"left out: {count:,} parameters that the result does not depend on: {paths}"]
 
 
