@@ -287,7 +287,7 @@ class TraceReader:
             raise self._damaged(end - len(data), f"no valid Node: {error}") from None
         return node
 
-    def block(self, messages: Sequence[tuple[int, bytes]], *, places: bool) -> _Block:
+    def block(self, messages: Sequence[tuple[int, bytes]], *, places: bool) -> _NodeBlock:
         """Some messages as columns, with `places` if wanted."""
         nodes = [self._node(message) for message in messages]
         entries: dict[str, list[tuple[int, int, int]]] = {name: [] for name in WANTED}
@@ -300,7 +300,7 @@ class TraceReader:
         for row, node in enumerate(nodes if places else ()):
             if node.type in _NAMES:
                 found[row] = _places(node, *messages[row])
-        return _Block(
+        return _NodeBlock(
             np.array([node.id for node in nodes], np.uint64),
             np.array([node.type for node in nodes], np.int64),
             np.array([node.duration_micros for node in nodes], np.uint64),
@@ -352,7 +352,7 @@ def _is_node(data: bytes) -> bool:
     return bool(node.id or node.type or node.attr)
 
 
-class _Block(NamedTuple):
+class _NodeBlock(NamedTuple):
     """Consecutive nodes; of each attribute row, kind and value in the order of the file."""
 
     id: Words
