@@ -168,7 +168,7 @@ def read_trace(path: Path, *, partial: bool = False) -> Trace:
     lengths = [len(block) for block in ids]
     return Trace(
         path, reader.size, reader.metadata, reader.texts, damage, np.concatenate(ids),
-        np.concatenate(types), np.concatenate(durations), _joined(ctrl), _joined(data),
+        np.concatenate(types), np.concatenate(durations), _concatenated(ctrl), _concatenated(data),
         {name: _column([of[name] for of in entries], lengths) for name in WANTED},
         np.concatenate(places),
     )  # fmt: skip
@@ -401,7 +401,7 @@ def _lists(lists: Sequence[Sequence[int]]) -> Lists:
     return Lists(ptr, np.fromiter(chain.from_iterable(lists), np.uint64, int(ptr[-1])))
 
 
-def _joined(blocks: Sequence[Lists]) -> Lists:
+def _concatenated(blocks: Sequence[Lists]) -> Lists:
     counts = np.concatenate([np.diff(lists.ptr) for lists in blocks])
     ptr = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
     return Lists(ptr, np.concatenate([lists.values for lists in blocks]))

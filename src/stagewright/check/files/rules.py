@@ -79,7 +79,7 @@ def label(node: Any) -> str:
     return text
 
 
-class TraceRule(NamedTuple):
+class NodeRule(NamedTuple):
     """A rule, and the nodes of a trace that break it."""
 
     level: Level
@@ -88,37 +88,37 @@ class TraceRule(NamedTuple):
     text: str
 
 
-def type_rules(trace: Trace) -> Iterator[TraceRule]:
+def type_rules(trace: Trace) -> Iterator[NodeRule]:
     """Types of nodes that readers can run."""
     cpu, comm = trace.on_cpu, trace.is_a(*COMM)
     unknown, invalid = (trace.type < 0) | (trace.type > COLL), trace.type == INVALID
     known = ~unknown & ~invalid
     statistics = "ASTRA-sim then loses the statistics of the rank"
-    yield TraceRule("error", "node-type", unknown, "a type that Chakra does not have")
-    yield TraceRule("error", "invalid-node", invalid, "type INVALID_NODE, or no type at all")
+    yield NodeRule("error", "node-type", unknown, "a type that Chakra does not have")
+    yield NodeRule("error", "invalid-node", invalid, "type INVALID_NODE, or no type at all")
     text = "a METADATA_NODE, at which ASTRA-sim aborts"
-    yield TraceRule("warning", "metadata-node", trace.is_a(METADATA), text)
-    yield TraceRule(
+    yield NodeRule("warning", "metadata-node", trace.is_a(METADATA), text)
+    yield NodeRule(
         "warning", "memory-node", trace.is_a(LOAD, STORE), f"a memory node: {statistics}"
     )
-    yield TraceRule("warning", "cpu-node", cpu & ~comm & known, f"a CPU node: {statistics}")
+    yield NodeRule("warning", "cpu-node", cpu & ~comm & known, f"a CPU node: {statistics}")
     text = "a communication on the CPU, at which ASTRA-sim hangs"
-    yield TraceRule("warning", "cpu-comm", cpu & comm, text)
+    yield NodeRule("warning", "cpu-comm", cpu & comm, text)
     text = "no is_cpu_op: ASTRA-sim before November 2024 takes it for a CPU node"
     unsaid = ~trace.attributes["is_cpu_op"].present
-    yield TraceRule("warning", "no-is-cpu-op", unsaid & known, text)
+    yield NodeRule("warning", "no-is-cpu-op", unsaid & known, text)
 
 
-def repeat_rules(trace: Trace) -> Iterator[TraceRule]:
+def repeat_rules(trace: Trace) -> Iterator[NodeRule]:
     """An attribute comes once in a node: of two, readers take one or the other."""
     for name, column in trace.attributes.items():
         equal = column.again & ~column.differing
         text = f"{name} comes twice, of which MLCommons' feeder takes the last and others the first"
-        yield TraceRule("error", "duplicate-attribute", column.differing, f"{text}: they differ")
-        yield TraceRule("warning", "repeated-attribute", equal, f"{text}: they are equal")
+        yield NodeRule("error", "duplicate-attribute", column.differing, f"{text}: they differ")
+        yield NodeRule("warning", "repeated-attribute", equal, f"{text}: they are equal")
 
 
-def attribute_rules(trace: Trace) -> Iterator[TraceRule]:
+def attribute_rules(trace: Trace) -> Iterator[NodeRule]:
     """Required attributes are present and have types that readers accept."""
     cpu = trace.on_cpu
     for name, (portable, types) in ATTRIBUTES.items():
@@ -129,14 +129,14 @@ def attribute_rules(trace: Trace) -> Iterator[TraceRule]:
         for kind in np.unique(column.kind[read]).tolist():
             nodes = read & (column.kind == kind)
             text = f"{name} is {kind_name(kind)}, wanted {portable}_val"
-            yield TraceRule(
+            yield NodeRule(
                 "error", f"type-of-{name}", nodes & ~right, f"{text}: no feeder reads it"
             )
             text += ": MLCommons' feeder takes it for 0"
-            yield TraceRule("warning", f"unportable-{name}", nodes & right, text)
+            yield NodeRule("warning", f"unportable-{name}", nodes & right, text)
     for name, types in NEEDED.items():
         missing = trace.is_a(*types) & ~cpu & ~trace.attributes[name].present
-        yield TraceRule("error", f"no-{name}", missing, f"has no {name}")
+        yield NodeRule("error", f"no-{name}", missing, f"has no {name}")
 
 
 def kind_name(kind: int) -> str:
@@ -147,7 +147,7 @@ def kind_name(kind: int) -> str:
     return f"{names[kind - 1]}_list" if kind - 1 in names else "without a value"
 
 
-def group_rules(trace: Trace) -> Iterator[TraceRule]:
+def group_rules(trace: Trace) -> Iterator[NodeRule]:
     """A collective names a group by a number, and network dimensions that can be."""
     name, dims = trace.attributes["pg_name"], trace.attributes["involved_dim"]
     collective = trace.communicates & trace.is_a(COLL)
@@ -156,13 +156,13 @@ def group_rules(trace: Trace) -> Iterator[TraceRule]:
         text = trace.texts[int(index)]
         if group_id(text) is None:
             text = f"pg_name is {text[:40]!a}, wanted a positive number"
-            yield TraceRule("error", "group-name", named & (name.value == index), text)
+            yield NodeRule("error", "group-name", named & (name.value == index), text)
     listed = dims.kind == BOOL + 1
     text = "involved_dim is no bool_list, at which ASTRA-sim exits"
-    yield TraceRule("warning", "type-of-involved_dim", collective & dims.present & ~listed, text)
+    yield NodeRule("warning", "type-of-involved_dim", collective & dims.present & ~listed, text)
     none = collective & listed & (dims.value == 0) & (groups(trace) == 0)
     text = "involved_dim is all false: in ASTRA-sim it never ends"
-    yield TraceRule("warning", "no-dims", none, text)
+    yield NodeRule("warning", "no-dims", none, text)
 
 
 def groups(trace: Trace) -> Int:
@@ -173,39 +173,39 @@ def groups(trace: Trace) -> Int:
     return np.where(named, numbers[np.where(named, name.value, -1)], 0)
 
 
-def exchange_rules(trace: Trace, rank: int | None) -> Iterator[TraceRule]:
+def exchange_rules(trace: Trace, rank: int | None) -> Iterator[NodeRule]:
     """Collectives, sends and receives are valid; `rank`: whose file it is, if that is known."""
     sound = trace.communicates & ~_lacks_numbers(trace)
     size, tag, op = (trace.value(name) for name in ("comm_size", "comm_tag", "comm_type"))
     collective, message = sound & trace.is_a(COLL), sound & ~trace.is_a(COLL)
     gathers, empty = collective & (op == CommType.ALL_GATHER), size == 0
     unknown = collective & ((op < 0) | (op >= len(CommType)))
-    yield TraceRule("error", "comm-type", unknown, "no comm_type of Chakra's")
-    yield TraceRule("error", "comm-size", sound & (size < 0), "a negative comm_size")
+    yield NodeRule("error", "comm-type", unknown, "no comm_type of Chakra's")
+    yield NodeRule("error", "comm-size", sound & (size < 0), "a negative comm_size")
     nothing = empty & (message | gathers)
-    yield TraceRule("error", "comm-size", nothing, "comm_size 0: nothing to send")
-    yield TraceRule("error", "comm-size", sound & (size == LARGEST), "a comm_size of 2^63 or more")
-    yield TraceRule("error", "comm-tag", message & (tag < 0), "a negative comm_tag")
+    yield NodeRule("error", "comm-size", nothing, "comm_size 0: nothing to send")
+    yield NodeRule("error", "comm-size", sound & (size == LARGEST), "a comm_size of 2^63 or more")
+    yield NodeRule("error", "comm-tag", message & (tag < 0), "a negative comm_tag")
     zero = collective & ~gathers & empty
-    yield TraceRule("warning", "zero-size", zero, "a collective of 0 bytes")
+    yield NodeRule("warning", "zero-size", zero, "a collective of 0 bytes")
     text = f"a comm_tag of {MOST_TAG} or more, which ASTRA-sim takes modulo {MOST_TAG}"
-    yield TraceRule("warning", "large-tag", message & (tag >= MOST_TAG), text)
+    yield NodeRule("warning", "large-tag", message & (tag >= MOST_TAG), text)
     text = "a broadcast: ASTRA-sim only waits for duration_micros, and for nobody"
-    yield TraceRule("warning", "broadcast", collective & (op == CommType.BROADCAST), text)
+    yield NodeRule("warning", "broadcast", collective & (op == CommType.BROADCAST), text)
     good = collective & ~unknown & (size >= 0) & (size != LARGEST)
     hangs = good & ~np.isin(op, (CommType.BROADCAST, *SIMULATED))
     for kind in np.unique(op[hangs]).tolist():
         text = f"a collective of type {CommType(kind).name}, at which ASTRA-sim hangs"
-        yield TraceRule("warning", "unsupported-collective", hangs & (op == kind), text)
+        yield NodeRule("warning", "unsupported-collective", hangs & (op == kind), text)
     for type_, own, other in ((SEND, "comm_src", "comm_dst"), (RECV, "comm_dst", "comm_src")):
         ends = message & trace.is_a(type_)
-        yield TraceRule("error", "peer", ends & (trace.value(other) < 0), f"a negative {other}")
+        yield NodeRule("error", "peer", ends & (trace.value(other) < 0), f"a negative {other}")
         if rank is not None:
             itself = ends & (trace.value(other) == rank)
-            yield TraceRule("error", "own-peer", itself, f"{other} is the rank itself")
+            yield NodeRule("error", "own-peer", itself, f"{other} is the rank itself")
             foreign = ends & trace.attributes[own].present & (trace.value(own) != rank)
             text = f"{own} is not the rank, {rank}, whose file this is"
-            yield TraceRule("error", "not-own", foreign, text)
+            yield NodeRule("error", "not-own", foreign, text)
 
 
 def _lacks_numbers(trace: Trace) -> Bool:
@@ -217,7 +217,7 @@ def _lacks_numbers(trace: Trace) -> Bool:
     return lacks
 
 
-def kernel_rules(trace: Trace) -> Iterator[TraceRule]:
+def kernel_rules(trace: Trace) -> Iterator[NodeRule]:
     """Kernels have work or a duration, from which readers can derive a time."""
     operations, moved = trace.attributes["num_ops"], trace.attributes["tensor_size"]
     kernel = trace.is_a(COMP) & ~trace.on_cpu
@@ -227,17 +227,17 @@ def kernel_rules(trace: Trace) -> Iterator[TraceRule]:
     text = "num_ops or tensor_size is missing"
     if timed:
         text += ": runs by its duration, with ASTRA-sim's roofline off only"
-        yield TraceRule("warning", "only-duration", bare, text)
+        yield NodeRule("warning", "only-duration", bare, text)
     else:
-        yield TraceRule("error", "no-work", bare, f"{text}, and nothing has a duration")
+        yield NodeRule("error", "no-work", bare, f"{text}, and nothing has a duration")
     for name, why in (("num_ops", "never ends"), ("tensor_size", "stalls what waits for it")):
         column = trace.attributes[name]
         zero = kernel & ~bare & INTEGER[column.kind] & (column.value < 1)
-        yield TraceRule("error", f"zero-{name}", zero, f"{name} below 1: in ASTRA-sim it {why}")
+        yield NodeRule("error", f"zero-{name}", zero, f"{name} below 1: in ASTRA-sim it {why}")
     first = (np.diff(trace.ctrl.ptr) == 0) & (np.diff(trace.data.ptr) == 0)
     short = (operations.value < FLOPS_PER_NS) & (moved.value < BYTES_PER_NS)
     text = "a first kernel of less than 1 ns on a fast device, at which ASTRA-sim aborts"
-    yield TraceRule("warning", "short-first", kernel & ~bare & first & short, text)
+    yield NodeRule("warning", "short-first", kernel & ~bare & first & short, text)
 
 
 def group_id(name: str) -> int | None:
