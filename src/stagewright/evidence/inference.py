@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple, cast
 
-from stagewright.evidence.rows import Row, carried_cells, carried_text
+from stagewright.evidence.rows import Row, carried_cells, carried_text, of_cells
 from stagewright.evidence.training import run_of_values
 from stagewright.files import own_yaml
 from stagewright.lower.compile import compile
@@ -143,12 +143,7 @@ def _row(cells: Mapping[str, str]) -> ServedRow:
     values = {k: v for k, v in cells.items() if k not in others and v}
     settings = {k: int(v) if v.isdecimal() else v for k, v in values.items()}
     return ServedRow(
-        source=cells["source"],
-        row=cells["row"],
-        url=cells["url"],
-        hardware=cells["hardware"],
-        quantity=cells["quantity"],
-        measured=float(cells["measured"]),
+        **of_cells(cells),
         engine=cast("Engine", cells["engine"]),
         concurrency=float(cells["concurrency"]) if cells["concurrency"] else None,
         request_rate=float(cells["request_rate"]) if cells["request_rate"] else None,
@@ -159,7 +154,6 @@ def _row(cells: Mapping[str, str]) -> ServedRow:
         checkpoint=cells["checkpoint"],
         chunk=int(cells["max_num_batched_tokens"] or MAX_NUM_BATCHED_TOKENS),
         settings=settings,
-        reason=cells["reason"],
         busy=float(cells["busy"] or 1),
     )
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from stagewright.arrays import Float
 from stagewright.errors import UserError
-from stagewright.evidence.rows import Row, carried_cells
+from stagewright.evidence.rows import Row, carried_cells, of_cells
 from stagewright.time.collectives import collective_seconds, direct_all_reduce
 from stagewright.time.hardware import Hardware, resolve
 from stagewright.time.network import Machine, placements
@@ -61,13 +61,13 @@ def rows(source: str | None = None) -> list[KernelRow]:
     """The rows of the package, of sources whose name contains `source`."""
     return [
         KernelRow(
-            source=cells["source"],
-            row=" ".join(cells[name] for name in ("hardware", "kernel", "dtype", "shape")),
-            url=cells["url"],
-            hardware=cells["hardware"],
-            quantity="us",
-            measured=float(cells["measured_us"]),
-            reason="one of many; the model is for medians",
+            **of_cells(
+                cells,
+                row=" ".join(cells[name] for name in ("hardware", "kernel", "dtype", "shape")),
+                quantity="us",
+                measured=float(cells["measured_us"]),
+                reason="one of many; the model is for medians",
+            ),
             kernel=cells["kernel"],
             dtype=cells["dtype"],
             shape=cells["shape"],

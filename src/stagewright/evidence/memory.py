@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stagewright.evidence.rows import Row, carried_cells
+from stagewright.evidence.rows import Row, carried_cells, of_cells
 from stagewright.evidence.training import run_of_row
 from stagewright.lower.compile import compile
 from stagewright.model.config import ModelConfig
@@ -75,13 +75,7 @@ def _rows(cells: dict[str, str]) -> list[MemoryRow]:
     figures = {cells["quantity"]: cells["measured"], BETWEEN_STEPS: cells["held"]}
     return [
         MemoryRow(
-            source=cells["source"],
-            row=cells["row"],
-            url=cells["url"],
-            hardware=cells["hardware"],
-            quantity=quantity,
-            measured=int(measured),
-            reason=cells["reason"],
+            **of_cells(cells, quantity=quantity, measured=int(measured)),
             run=short,
             model=model,
             last=cells["quantity"] == "allocated",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -71,6 +71,15 @@ class Row(ABC):
     def traits(self) -> Traits | None:
         """Group of the error besides the source; None: none."""
         return None
+
+
+def of_cells(cells: Mapping[str, str], **others: Any) -> dict[str, Any]:
+    """The fields that all rows have, of the cells of a line; `others` replace and add fields."""
+    names = ("source", "row", "url", "hardware", "quantity", "fitted", "reason")
+    fields: dict[str, Any] = {name: cells.get(name) or "" for name in names}
+    if "measured" not in others:
+        fields["measured"] = float(cells["measured"])
+    return fields | others
 
 
 class Prediction(NamedTuple):

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stagewright.errors import UserError, did_you_mean
-from stagewright.evidence.rows import NotCompared, Row, Traits, carried_text, within
+from stagewright.evidence.rows import NotCompared, Row, Traits, carried_text, of_cells, within
 from stagewright.files import own_yaml, read_text
 from stagewright.lower.compile import compile
 from stagewright.model.catalog import resolve as resolve_model
@@ -290,14 +290,7 @@ def _measurement(row: Mapping[str, str], where: str) -> Measurement:
         raise UserError(f"{where}: {error}") from None
     network = row.get("network_gb_s")
     return Measurement(
-        source=row["source"],
-        row=row["row"],
-        url=row.get("url") or "",
-        quantity=row["quantity"],
-        measured=_positive(row["measured"], "measured", where),
-        hardware=row["hardware"],
-        fitted=row.get("fitted") or "",
-        reason=row.get("reason") or "",
+        **of_cells(row, measured=_positive(row["measured"], "measured", where)),
         attention_kernel=row.get("attention_kernel") or "",
         network_gb_s=_positive(network, "network_gb_s", where) if network else None,
         low_utilization=row.get("low_utilization") == "true",

@@ -2,7 +2,8 @@
 
 A map has the fields of a `ModelConfig`, in the order in which they are read. Each comes from a key
 (or the first of several names of one key that the file has), from a function of the keys, or is
-`Fixed`. A dotted key lies in an object of the file. Errors name the file and the key.
+`Fixed`, as True and False are. A dotted key lies in an object of the file. Errors name the file and
+the key.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ def whole_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A field that is the same in all files of a family, whatever the preset says."""
+    """A field that is the same in all files of a family, whatever the preset says.
+
+    A switch is written as True or False itself.
+    """
 
     value: Any
 
@@ -186,6 +190,8 @@ class Keys:
         """The value of a field: of a key, by the type and the limits of the field."""
         if isinstance(entry, Fixed):
             return entry.value
+        if isinstance(entry, bool):
+            return entry
         if callable(entry):
             return entry(self)
         key = self.used(*((entry,) if isinstance(entry, str) else entry))
@@ -205,7 +211,7 @@ class Keys:
 
 Reader = Callable[[Keys], Any]
 """Reads one field, or several that depend on each other as a dictionary."""
-Entry = str | tuple[str, ...] | Reader | Fixed
+Entry = str | tuple[str, ...] | Reader | Fixed | bool
 Map = Mapping[str, Entry]
 """Where each field of a model comes from."""
 

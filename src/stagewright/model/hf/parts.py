@@ -125,10 +125,10 @@ BIASED: Map = {**DECODER, **dict.fromkeys(("qkv_bias", "attention_output_bias"),
 
 LLAMA: Map = {**BIASED, "mlp_bias": "mlp_bias"}
 
-LAYER_NORM: Map = {"norm": Fixed("layernorm"), "norm_bias": Fixed(True)}
+LAYER_NORM: Map = {"norm": Fixed("layernorm"), "norm_bias": True}
 """LayerNorms with a bias, instead of Llama's RMSNorms."""
 
-UNGATED: Map = {"gated": Fixed(False)}
+UNGATED: Map = {"gated": False}
 
 ALL_BIASES = ("qkv_bias", "attention_output_bias", "mlp_bias")
 
@@ -153,7 +153,7 @@ def experts(count: str, width: str, *top_k: str) -> Map:
     }
 
 
-SIGMOID: Map = {"router": Fixed("sigmoid"), "expert_bias": Fixed(True)}
+SIGMOID: Map = {"router": Fixed("sigmoid"), "expert_bias": True}
 """DeepSeek-V3's way to choose experts: sigmoids, and a bias that balances the experts' load."""
 
 

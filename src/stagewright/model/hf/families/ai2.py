@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from stagewright.model.hf import parts
 from stagewright.model.hf.keys import Fixed, Map, family
-from stagewright.model.hf.parts import BIASED, experts, windows
 
 _OLMO2: Map = {
-    **BIASED,
+    **parts.BIASED,
     "norm_placement": Fixed("output"),
-    "qk_norm": Fixed(True),
-    "qk_norm_over_heads": Fixed(True),
+    "qk_norm": True,
+    "qk_norm_over_heads": True,
 }
 _EXPERTS: Map = {
-    **experts("num_experts", "intermediate_size"),
+    **parts.experts("num_experts", "intermediate_size"),
     "norm_topk_prob": "norm_topk_prob",
 }
 
 FAMILIES = {
-    "OlmoForCausalLM": family("olmo", BIASED, norm=Fixed("layernorm"), norm_weight=Fixed(False)),
+    "OlmoForCausalLM": family("olmo", parts.BIASED, norm=Fixed("layernorm"), norm_weight=False),
     "Olmo2ForCausalLM": family("olmo2", _OLMO2),
-    "Olmo3ForCausalLM": family("olmo3", _OLMO2, mixers=windows(lambda c, i: (i + 1) % 4 > 0)),
-    "OlmoeForCausalLM": family("olmoe", BIASED, _EXPERTS, like="olmoe-1b-7b"),
+    "Olmo3ForCausalLM": family("olmo3", _OLMO2, mixers=parts.windows(lambda c, i: (i + 1) % 4 > 0)),
+    "OlmoeForCausalLM": family("olmoe", parts.BIASED, _EXPERTS, like="olmoe-1b-7b"),
     "FlexOlmoForCausalLM": family("flex_olmo", _OLMO2, _EXPERTS),
 }

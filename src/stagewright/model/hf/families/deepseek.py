@@ -3,22 +3,8 @@
 from __future__ import annotations
 
 from stagewright.model.architecture import LIMITS, MAX_EXPERTS
+from stagewright.model.hf import parts
 from stagewright.model.hf.keys import Fields, Fixed, Keys, family
-from stagewright.model.hf.parts import (
-    BIASED,
-    DEEPSEEK_EXPERTS,
-    INDEXED,
-    INDEXER,
-    LATENT,
-    MAX_STATE_COUNT,
-    experts,
-    integer,
-    listed,
-    number,
-    query_groups,
-    query_rank,
-    sizes,
-)
 from stagewright.model.layers import StateSpace, shortest
 
 # ---- DeepSeek-V4 ---------------------------------------------------------------------------------
@@ -47,7 +33,7 @@ def _v4_layers(c: Keys) -> Fields:
         key = c.used(f"compress_rates.{newer}", older)
         rates[kind] = c.integer(key, 2, 2**16) if c.has(key) else usual
     if c.get("layer_types") is not None:
-        kinds = listed(c, "layer_types", _LAYER_TYPES)
+        kinds = parts.listed(c, "layer_types", _LAYER_TYPES)
     elif c.get("compress_ratios") is not None:
         by_rate = {0: "local", **{rate: kind for kind, rate in rates.items()}}
         ratios = c.items("compress_ratios")[:layers]
@@ -60,7 +46,7 @@ def _v4_layers(c: Keys) -> Fields:
         kinds = [*["compressed"] * min(layers, 2), *(pair[i % 2] for i in range(layers - 2))]
     fields: Fields = {_RATES[kind][0]: rate if kind in kinds else 0 for kind, rate in rates.items()}
     if "compressed_indexed" not in kinds:
-        fields |= dict.fromkeys(INDEXER, 0)
+        fields |= dict.fromkeys(parts.INDEXER, 0)
     return fields | {"mixers": shortest(kinds)}
 
 
@@ -91,7 +77,7 @@ def _kimi_mixers(c: Keys) -> tuple[str, ...]:
 
 
 def _kimi_state(c: Keys) -> StateSpace:
-    heads = c.integer("linear_attn_config.num_heads", 1, MAX_STATE_COUNT)
+    heads = c.integer("linear_attn_config.num_heads", 1, parts.MAX_STATE_COUNT)
     width = c.integer("linear_attn_config.head_dim", 1, LIMITS["kv_channels"])
     return StateSpace(
         heads=heads,
@@ -106,28 +92,32 @@ def _kimi_state(c: Keys) -> StateSpace:
 
 
 FAMILIES = {
-    "DeepseekForCausalLM": family("deepseek", BIASED, DEEPSEEK_EXPERTS, like="deepseek-moe-16b"),
-    "DeepseekV2ForCausalLM": family("deepseek_v2", LATENT, DEEPSEEK_EXPERTS, like="deepseek-v2"),
-    "DeepseekV3ForCausalLM": family(
-        "deepseek_v3 kimi_k2 kimi_k25", LATENT, DEEPSEEK_EXPERTS, like="deepseek-v3"
+    "DeepseekForCausalLM": family(
+        "deepseek", parts.BIASED, parts.DEEPSEEK_EXPERTS, like="deepseek-moe-16b"
     ),
-    "DeepseekV32ForCausalLM": family("deepseek_v32", INDEXED, like="deepseek-v3.2"),
+    "DeepseekV2ForCausalLM": family(
+        "deepseek_v2", parts.LATENT, parts.DEEPSEEK_EXPERTS, like="deepseek-v2"
+    ),
+    "DeepseekV3ForCausalLM": family(
+        "deepseek_v3 kimi_k2 kimi_k25", parts.LATENT, parts.DEEPSEEK_EXPERTS, like="deepseek-v3"
+    ),
+    "DeepseekV32ForCausalLM": family("deepseek_v32", parts.INDEXED, like="deepseek-v3.2"),
     "DeepseekV4ForCausalLM": family(
         "deepseek_v4",
-        sizes(),
-        {name: name for name in INDEXER},
-        experts("n_routed_experts", "moe_intermediate_size"),
+        parts.sizes(),
+        {name: name for name in parts.INDEXER},
+        parts.experts("n_routed_experts", "moe_intermediate_size"),
         like="deepseek-v4-pro",
         ffn_hidden_size=Fixed(0),
         activation="hidden_act",
         attention_dropout="attention_dropout",
-        num_query_groups=query_groups("num_key_value_heads"),
+        num_query_groups=parts.query_groups("num_key_value_heads"),
         kv_channels="head_dim",
         rotary_fraction=_v4_rotary,
-        q_lora_rank=query_rank,
+        q_lora_rank=parts.query_rank,
         o_groups="o_groups",
         o_lora_rank="o_lora_rank",
-        attention_sinks=Fixed(True),
+        attention_sinks=True,
         sliding_window="sliding_window",
         mixers=_v4_layers,
         residual_streams="hc_mult",
@@ -137,8 +127,8 @@ FAMILIES = {
         ),
         router="scoring_func",
         norm_topk_prob="norm_topk_prob",
-        expert_bias=Fixed(True),
-        activation_func_clamp_value=number("swiglu_limit", 1e-3, 1e6),
+        expert_bias=True,
+        activation_func_clamp_value=parts.number("swiglu_limit", 1e-3, 1e6),
         only={"attention_bias": False, "mlp_bias": False},
         unused="hc_eps num_hash_layers mlp_layer_types topk_method expert_dtype "
         "compress_rope_theta compress_ratios compress_rates qk_rope_head_dim "
@@ -147,18 +137,18 @@ FAMILIES = {
     ),
     "KimiLinearForCausalLM": family(
         "kimi_linear",
-        LATENT,
-        experts("num_experts", "moe_intermediate_size", "num_experts_per_token"),
+        parts.LATENT,
+        parts.experts("num_experts", "moe_intermediate_size", "num_experts_per_token"),
         like="kimi-linear-48b-a3b",
         max_position_embeddings=("max_position_embeddings", "model_max_length"),
         shared_ffn_hidden_size=lambda c: (
             c.integer("num_shared_experts", 0, MAX_EXPERTS) * c.fields["moe_ffn_hidden_size"]
         ),
-        first_dense_layers=integer("first_k_dense_replace", 0, LIMITS["num_layers"]),
+        first_dense_layers=parts.integer("first_k_dense_replace", 0, LIMITS["num_layers"]),
         moe_layer_freq="moe_layer_freq",
         router="moe_router_activation_func",
         norm_topk_prob="moe_renormalize",
-        expert_bias=Fixed(True),
+        expert_bias=True,
         mixers=_kimi_mixers,
         position=Fixed("none"),
         state_space=_kimi_state,

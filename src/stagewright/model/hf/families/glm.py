@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
+from stagewright.model.hf import parts
 from stagewright.model.hf.keys import Fixed, Keys, Map, family
-from stagewright.model.hf.parts import (
-    DECODER,
-    DEEPSEEK_EXPERTS,
-    INDEXED,
-    LATENT,
-    all_heads,
-    expert_groups,
-    rotary_fraction,
-    sigmoid_experts,
-)
 from stagewright.model.layers import shortest
 
 
@@ -37,7 +28,11 @@ def _shared_indexers(c: Keys) -> tuple[str, ...]:
     return shortest(["indexed" if x else "index_shared" for x in full])
 
 
-_GLM: Map = {**DECODER, "qkv_bias": "attention_bias", "rotary_fraction": rotary_fraction}
+_GLM: Map = {
+    **parts.DECODER,
+    "qkv_bias": "attention_bias",
+    "rotary_fraction": parts.rotary_fraction,
+}
 
 FAMILIES = {
     "GlmForCausalLM": family("glm", _GLM),
@@ -46,25 +41,25 @@ FAMILIES = {
     ),
     "Glm4MoeForCausalLM": family(
         "glm4_moe glm4v_moe glm4v_moe_text",
-        DECODER,
-        DEEPSEEK_EXPERTS,
+        parts.DECODER,
+        parts.DEEPSEEK_EXPERTS,
         like="glm-4.5",
         qkv_bias="attention_bias",
         qk_norm="use_qk_norm",
-        rotary_fraction=rotary_fraction,
+        rotary_fraction=parts.rotary_fraction,
         unused="decoder_sparse_step",
     ),
     "Glm4MoeLiteForCausalLM": family(
         "glm4_moe_lite",
-        LATENT,
-        sigmoid_experts("n_routed_experts", "n_shared_experts"),
-        num_query_groups=all_heads,
+        parts.LATENT,
+        parts.sigmoid_experts("n_routed_experts", "n_shared_experts"),
+        num_query_groups=parts.all_heads,
         norm_topk_prob="norm_topk_prob",
-        num_expert_groups=expert_groups,
+        num_expert_groups=parts.expert_groups,
     ),
     "GlmMoeDsaForCausalLM": family(
         "glm_moe_dsa",
-        INDEXED,
+        parts.INDEXED,
         like="glm-5",
         mixers=_shared_indexers,
         unused="head_dim indexer_rope_interleave index_share_for_mtp_iteration "

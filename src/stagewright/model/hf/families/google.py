@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from stagewright.model.architecture import LIMITS
+from stagewright.model.hf import parts
 from stagewright.model.hf.keys import ACTIVATIONS, Fields, Fixed, Keys, Map, family
-from stagewright.model.hf.parts import (
-    BIASED,
-    NO_EXPERTS,
-    experts,
-    integer,
-    mixers_of_layers,
-    own_sizes,
-    sizes,
-    windows,
-)
 from stagewright.model.layers import OwnSizes
 
 # ---- BERT and T5 ---------------------------------------------------------------------------------
 
 _BERT: Map = {
-    **sizes(ffn_hidden_size="intermediate_size"),
-    "token_types": integer("type_vocab_size", 1, LIMITS["vocab_size"]),
+    **parts.sizes(ffn_hidden_size="intermediate_size"),
+    "token_types": parts.integer("type_vocab_size", 1, LIMITS["vocab_size"]),
     "activation": "hidden_act",
     **dict.fromkeys(("hidden_dropout", "embedding_dropout"), "hidden_dropout_prob"),
     "attention_dropout": "attention_probs_dropout_prob",
@@ -45,14 +36,16 @@ def _t5_mlp(c: Keys) -> Fields:
 # ---- Gemma ---------------------------------------------------------------------------------------
 
 _SOFTCAPPED: Map = {
-    **BIASED,
+    **parts.BIASED,
     "activation": "hidden_activation",
     "attention_softcap": "attn_logit_softcapping",
     "logit_softcap": "final_logit_softcapping",
 }
 _GEMMA2: Map = {
     **_SOFTCAPPED,
-    "mixers": windows(lambda c, i: (i + 1) % c.size("num_layers", "sliding_window_pattern") > 0),
+    "mixers": parts.windows(
+        lambda c, i: (i + 1) % c.size("num_layers", "sliding_window_pattern") > 0
+    ),
 }
 _ONE_WAY = {"use_bidirectional_attention": False}
 
@@ -75,7 +68,9 @@ def _gemma4_layers(c: Keys) -> Fields:
         rotary_fraction=float(turned) if isinstance(turned, int | float) and turned < 1 else None,
         keys_are_values=same or None,
     )
-    return own_sizes([sees_all if kind == "global" else OwnSizes() for kind in mixers_of_layers(c)])
+    return parts.own_sizes(
+        [sees_all if kind == "global" else OwnSizes() for kind in parts.mixers_of_layers(c)]
+    )
 
 
 def _gemma4_mlps(c: Keys) -> Fields:
@@ -83,10 +78,10 @@ def _gemma4_mlps(c: Keys) -> Fields:
     if c.get("use_double_wide_mlp"):
         c.reject("use_double_wide_mlp", "false; MLPs of twice the width are not supported")
     if not c.flag("enable_moe_block"):
-        return c.read_all(NO_EXPERTS)
+        return c.read_all(parts.NO_EXPERTS)
     width = ("moe_intermediate_size", "expert_intermediate_size")
     return {
-        **c.read_all(experts("num_experts", c.used(*width), "top_k_experts")),
+        **c.read_all(parts.experts("num_experts", c.used(*width), "top_k_experts")),
         "expert_scale": True,
         "mlps": ("dense+experts",),
     }
@@ -99,10 +94,10 @@ FAMILIES = {
         _BERT,
         like="bert-base",
         only=_ENCODER,
-        pooler=Fixed(True),
-        tied_embeddings=Fixed(True),  # for the output projection, which it lacks
-        mlm_transform=Fixed(False),
-        lm_head_bias=Fixed(False),
+        pooler=True,
+        tied_embeddings=True,  # for the output projection, which it lacks
+        mlm_transform=False,
+        lm_head_bias=False,
     ),
     "T5ForConditionalGeneration": family(
         "t5",
@@ -118,14 +113,16 @@ FAMILIES = {
         kv_channels="d_kv",
         vocab_size="vocab_size",
         max_position_embeddings="n_positions",
-        relative_buckets=integer("relative_attention_num_buckets", 2, 2**16),
+        relative_buckets=parts.integer("relative_attention_num_buckets", 2, 2**16),
         tied_embeddings="tie_word_embeddings",
         hidden_dropout="dropout_rate",
         attention_dropout="dropout_rate",
         embedding_dropout="dropout_rate",
         activation=_t5_mlp,
     ),
-    "GemmaForCausalLM": family("gemma", BIASED, activation=("hidden_activation", "hidden_act")),
+    "GemmaForCausalLM": family(
+        "gemma", parts.BIASED, activation=("hidden_activation", "hidden_act")
+    ),
     "Gemma2ForCausalLM": family(
         "gemma2",
         _GEMMA2,
@@ -136,18 +133,18 @@ FAMILIES = {
     "Gemma3ForCausalLM": family("gemma3_text gemma3", _GEMMA2, like="gemma3-1b", only=_ONE_WAY),
     "Gemma4ForCausalLM": family(
         "gemma4_text gemma4",
-        BIASED,
+        parts.BIASED,
         activation="hidden_activation",
         logit_softcap="final_logit_softcapping",
         norm_placement=Fixed("sandwich"),
-        qk_norm=Fixed(True),
-        v_norm=Fixed(True),
-        mixers=windows(lambda c, i: (i + 1) % 6 > 0),
+        qk_norm=True,
+        v_norm=True,
+        mixers=parts.windows(lambda c, i: (i + 1) % 6 > 0),
         num_experts=_gemma4_mlps,
         own_sizes=_gemma4_layers,
         unused="vocab_size_per_layer_input use_bidirectional_attention",
     ),
     "VaultGemmaForCausalLM": family(
-        "vaultgemma", _SOFTCAPPED, mixers=windows(lambda c, i: (i + 1) % 2 > 0)
+        "vaultgemma", _SOFTCAPPED, mixers=parts.windows(lambda c, i: (i + 1) % 2 > 0)
     ),
 }

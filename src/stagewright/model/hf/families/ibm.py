@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
+from stagewright.model.hf import parts
 from stagewright.model.hf.keys import Fields, Keys, Map, family
-from stagewright.model.hf.parts import (
-    BAMBA_KEYS,
-    BIASED,
-    LLAMA,
-    NO_EXPERTS,
-    experts,
-    indexed,
-    listed_mixers,
-    rotary_fraction,
-    state_heads,
-)
 from stagewright.model.layers import shortest
 
 
 def _bamba_mixers(c: Keys) -> tuple[str, ...]:
     """Attention in the layers that are listed by index."""
     layers = c.fields["num_layers"]
-    listed = indexed(c, "attn_layer_indices", layers)
+    listed = parts.indexed(c, "attn_layer_indices", layers)
     return shortest(["global" if i in listed else "mamba2" for i in range(layers)])
 
 
@@ -34,8 +24,8 @@ def _hybrid_experts(c: Keys) -> Fields:
     """Experts beside a shared MLP, which alone is there where there are no experts."""
     shared = c.size("ffn_hidden_size", "shared_intermediate_size")
     if c.get("num_local_experts") == 0:
-        return c.read_all(NO_EXPERTS) | {"ffn_hidden_size": shared}
-    fields = c.read_all(experts("num_local_experts", "intermediate_size"))
+        return c.read_all(parts.NO_EXPERTS) | {"ffn_hidden_size": shared}
+    fields = c.read_all(parts.experts("num_local_experts", "intermediate_size"))
     return fields | {"shared_ffn_hidden_size": shared}
 
 
@@ -47,33 +37,33 @@ def _hybrid_position(c: Keys) -> str:
 
 
 _MOE: Map = {
-    **BIASED,
-    **experts("num_local_experts", "intermediate_size"),
+    **parts.BIASED,
+    **parts.experts("num_local_experts", "intermediate_size"),
     "shared_ffn_hidden_size": _shared_width,
 }
 _NO_PROJECTION_BIAS = {"mamba_proj_bias": False}
 
 FAMILIES = {
-    "GraniteForCausalLM": family("granite", LLAMA),
+    "GraniteForCausalLM": family("granite", parts.LLAMA),
     "GraniteMoeForCausalLM": family("granitemoe", _MOE),
     "GraniteMoeSharedForCausalLM": family("granitemoeshared", _MOE),
     "GraniteMoeHybridForCausalLM": family(
         "granitemoehybrid",
-        BIASED,
+        parts.BIASED,
         like="granite-4.0-h-tiny",
-        mixers=listed_mixers("mamba2"),
-        state_space=state_heads(BAMBA_KEYS),
+        mixers=parts.listed_mixers("mamba2"),
+        state_space=parts.state_heads(parts.BAMBA_KEYS),
         position=_hybrid_position,
         num_experts=_hybrid_experts,
         only=_NO_PROJECTION_BIAS,
     ),
     "BambaForCausalLM": family(
         "bamba",
-        LLAMA,
+        parts.LLAMA,
         like="bamba-9b",
         mixers=_bamba_mixers,
-        state_space=state_heads(BAMBA_KEYS),
-        rotary_fraction=rotary_fraction,
+        state_space=parts.state_heads(parts.BAMBA_KEYS),
+        rotary_fraction=parts.rotary_fraction,
         only=_NO_PROJECTION_BIAS,
     ),
 }

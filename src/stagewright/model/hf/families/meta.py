@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
+from stagewright.model.hf import parts
 from stagewright.model.hf.keys import Fields, Fixed, Keys, family
-from stagewright.model.hf.parts import (
-    ALL_BIASES,
-    BIASED,
-    DECODER,
-    LLAMA,
-    experts,
-    layer_types,
-    sizes,
-    turned_layers,
-    windows,
-)
 from stagewright.model.layers import shortest
 
 
 def _llama4_layers(c: Keys) -> Fields:
     """Chunks where there is rope, and neither in the other layers; experts where listed."""
-    layers, flags = c.fields["num_layers"], turned_layers(c)
+    layers, flags = c.fields["num_layers"], parts.turned_layers(c)
     chunk = c.optional("max_position_embeddings", "attention_chunk_size")
     known = ("full_attention", "chunked_attention")
-    kinds = layer_types(c, ["chunked" if x and chunk else "global" for x in flags], known)
+    kinds = parts.layer_types(c, ["chunked" if x and chunk else "global" for x in flags], known)
     for i, (kind, rope) in enumerate(zip(kinds, flags, strict=True)):
         if kind == "chunked" and not (rope and chunk):
             lacks = "rope" if chunk else "attention_chunk_size"
@@ -53,23 +43,23 @@ def _opt_head(c: Keys) -> Fields:
 
 
 FAMILIES = {
-    "LlamaForCausalLM": family("llama", LLAMA),
+    "LlamaForCausalLM": family("llama", parts.LLAMA),
     "Llama4ForCausalLM": family(
         "llama4_text llama4",
-        BIASED,
-        experts("num_local_experts", "intermediate_size"),
+        parts.BIASED,
+        parts.experts("num_local_experts", "intermediate_size"),
         like="llama4-scout",
         ffn_hidden_size="intermediate_size_mlp",
         shared_ffn_hidden_size="intermediate_size",
         router=Fixed("sigmoid"),
-        norm_topk_prob=Fixed(False),
+        norm_topk_prob=False,
         qk_l2_norm="use_qk_norm",
         mixers=_llama4_layers,
     ),
     "OPTForCausalLM": family(
         "opt",
-        sizes(ffn_hidden_size="ffn_dim"),
-        dict.fromkeys(ALL_BIASES, "enable_bias"),
+        parts.sizes(ffn_hidden_size="ffn_dim"),
+        dict.fromkeys(parts.ALL_BIASES, "enable_bias"),
         like="opt-125m",
         activation="activation_function",
         hidden_dropout="dropout",
@@ -77,5 +67,5 @@ FAMILIES = {
         norm_placement=_opt_head,
         only={"layer_norm_elementwise_affine": True},
     ),
-    "CwmForCausalLM": family("cwm", DECODER, mixers=windows(lambda c, i: True)),
+    "CwmForCausalLM": family("cwm", parts.DECODER, mixers=parts.windows(lambda c, i: True)),
 }

@@ -6,21 +6,8 @@ from dataclasses import replace
 from typing import cast
 
 from stagewright.model.architecture import MAX_EXPERTS
-from stagewright.model.hf.keys import Fields, Fixed, Json, Keys, family
-from stagewright.model.hf.parts import (
-    BIASED,
-    DECODER,
-    LAYER_NORM,
-    LLAMA,
-    NO_EXPERTS,
-    UNGATED,
-    StateKeys,
-    experts,
-    head_width,
-    own_sizes,
-    rotary_fraction,
-    state_heads,
-)
+from stagewright.model.hf import parts
+from stagewright.model.hf.keys import Fields, Json, Keys, family
 from stagewright.model.layers import LETTERS, OwnSizes, from_letters
 
 # ---- Nemotron-H ----------------------------------------------------------------------------------
@@ -61,12 +48,12 @@ def _layers(c: Keys) -> Fields:
     letters = _letters(c)
     fields = from_letters(letters) | ({} if "-" in letters else {"ffn_hidden_size": 0})
     if "E" not in letters:
-        return fields | c.read_all(NO_EXPERTS)
+        return fields | c.read_all(parts.NO_EXPERTS)
     shared = c.integer("n_shared_experts", 0, MAX_EXPERTS)
     width = c.size("ffn_hidden_size", "moe_shared_expert_intermediate_size")
     return {
         **fields,
-        **c.read_all(experts("n_routed_experts", "moe_intermediate_size")),
+        **c.read_all(parts.experts("n_routed_experts", "moe_intermediate_size")),
         "shared_ffn_hidden_size": shared * width,
         "moe_latent_size": c.optional("hidden_size", "moe_latent_size") or 0,
         "router": "sigmoid",
@@ -126,7 +113,7 @@ def _searched_layers(c: Keys) -> Fields:
         "ffn_hidden_size": usual_width,
         "mixers": tuple(mixers),
         "mlps": tuple(mlps),
-        **own_sizes(differing),
+        **parts.own_sizes(differing),
     }
 
 
@@ -137,19 +124,23 @@ def _width(times: float, hidden: int) -> int:
 
 FAMILIES = {
     "NemotronForCausalLM": family(
-        "nemotron", LLAMA, UNGATED, LAYER_NORM, rotary_fraction=rotary_fraction
+        "nemotron",
+        parts.LLAMA,
+        parts.UNGATED,
+        parts.LAYER_NORM,
+        rotary_fraction=parts.rotary_fraction,
     ),
     "NemotronHForCausalLM": family(
         "nemotron_h",
-        DECODER,
+        parts.DECODER,
         like="nemotron-h-8b",
         num_layers=_depth,
-        tied_embeddings=Fixed(False),  # transformers never ties them
+        tied_embeddings=False,  # transformers never ties them
         # NVIDIA's own files have the second name.
-        kv_channels=head_width(("num_attention_heads",), "head_dim", "attention_head_dim"),
+        kv_channels=parts.head_width(("num_attention_heads",), "head_dim", "attention_head_dim"),
         activation="mlp_hidden_act",
-        state_space=state_heads(
-            StateKeys("mamba_num_heads", "mamba_head_dim", state="ssm_state_size")
+        state_space=parts.state_heads(
+            parts.StateKeys("mamba_num_heads", "mamba_head_dim", state="ssm_state_size")
         ),
         mlps=_layers,
         only=dict.fromkeys(("use_bias", "mamba_proj_bias", "attention_bias", "mlp_bias"), False),
@@ -159,7 +150,7 @@ FAMILIES = {
     ),
     "DeciLMForCausalLM": family(
         "nemotron-nas deci",
-        {k: v for k, v in BIASED.items() if k not in ("ffn_hidden_size", "num_query_groups")},
+        {k: v for k, v in parts.BIASED.items() if k not in ("ffn_hidden_size", "num_query_groups")},
         mlp_bias="mlp_bias",
         own_sizes=_searched_layers,
     ),

@@ -6,55 +6,20 @@ from itertools import accumulate
 
 from stagewright.errors import divisors
 from stagewright.model.architecture import LIMITS, MAX_EXPERTS
+from stagewright.model.hf import parts
 from stagewright.model.hf.keys import Fields, Fixed, Keys, Map, Reader, family
-from stagewright.model.hf.parts import (
-    ALL_BIASES,
-    BIASED,
-    DECODER,
-    LATENT,
-    LAYER_NORM,
-    LLAMA,
-    MAMBA_KEYS,
-    NO_EXPERTS,
-    PURE_STATES,
-    SIGMOID,
-    UNGATED,
-    StateKeys,
-    all_heads,
-    dense_first,
-    expert_groups,
-    experts,
-    head_width,
-    listed,
-    listed_mlps,
-    local_and_nope,
-    mixers_of_layers,
-    number_of_shared,
-    or_times_hidden,
-    own_sizes,
-    parallel,
-    periodic_mixers,
-    query_groups,
-    rotary_fraction,
-    sigmoid_experts,
-    sizes,
-    state_channels,
-    state_heads,
-    turned_layers,
-    windows,
-)
 from stagewright.model.layers import OwnSizes, SharedBlocks, shortest
 
-_LATENT_DENSE: Map = {**LATENT, "num_query_groups": all_heads}
+_LATENT_DENSE: Map = {**parts.LATENT, "num_query_groups": parts.all_heads}
 
 
 def _jamba_experts(c: Keys) -> Fields:
     """Experts once in a period of layers, at an offset; one expert is none."""
     if c.get("num_experts") == 1:
-        return c.read_all(NO_EXPERTS)
+        return c.read_all(parts.NO_EXPERTS)
     often = c.size("num_layers", "expert_layer_period")
     return {
-        **c.read_all(experts("num_experts", "intermediate_size")),
+        **c.read_all(parts.experts("num_experts", "intermediate_size")),
         "norm_topk_prob": False,
         "first_dense_layers": c.integer("expert_layer_offset", 0, often - 1),
         "moe_layer_freq": often,
@@ -72,16 +37,16 @@ def _ling_router(c: Keys) -> Fields:
 
 
 _LING: Map = {
-    **DECODER,
+    **parts.DECODER,
     "qkv_bias": "use_qkv_bias",
     "attention_output_bias": "use_bias",
-    **experts("num_experts", "moe_intermediate_size"),
+    **parts.experts("num_experts", "moe_intermediate_size"),
     "norm_topk_prob": "norm_topk_prob",
-    "shared_ffn_hidden_size": number_of_shared("num_shared_experts"),
-    "first_dense_layers": dense_first("first_k_dense_replace"),
+    "shared_ffn_hidden_size": parts.number_of_shared("num_shared_experts"),
+    "first_dense_layers": parts.dense_first("first_k_dense_replace"),
     "router": _ling_router,
-    "num_expert_groups": expert_groups,
-    "rotary_fraction": rotary_fraction,
+    "num_expert_groups": parts.expert_groups,
+    "rotary_fraction": parts.rotary_fraction,
 }
 
 
@@ -98,10 +63,10 @@ def _ernie_mlps(c: Keys) -> Fields:
     return {"mlps": shortest(kinds)}
 
 
-_COMMAND: Map = {**BIASED, "norm": Fixed("layernorm"), "parallel_block": Fixed(True)}
+_COMMAND: Map = {**parts.BIASED, "norm": Fixed("layernorm"), "parallel_block": True}
 
 
-_DATABRICKS_SIZES = sizes(
+_DATABRICKS_SIZES = parts.sizes(
     num_layers="n_layers",
     hidden_size="d_model",
     num_attention_heads="n_heads",
@@ -111,8 +76,8 @@ _DATABRICKS_SIZES = sizes(
 
 def _smollm_mixers(c: Keys) -> Fields:
     """Every fourth layer has no positions, or those that the file lists."""
-    flags = turned_layers(c)
-    read: Fields = windows(lambda c, i: False, used="use_sliding_window")(c)
+    flags = parts.turned_layers(c)
+    read: Fields = parts.windows(lambda c, i: False, used="use_sliding_window")(c)
     kinds = ["global"] * len(flags)
     if read["sliding_window"] is not None:
         kinds = [read["mixers"][i % len(read["mixers"])] for i in range(len(flags))]
@@ -124,7 +89,7 @@ def _smollm_mixers(c: Keys) -> Fields:
 
 def _helium_head(c: Keys) -> int:
     """The width of a head; Helium's output projection is square, whatever its heads are."""
-    width = head_width(("num_attention_heads",), "head_dim")(c)
+    width = parts.head_width(("num_attention_heads",), "head_dim")(c)
     hidden, heads = c.fields["hidden_size"], c.fields["num_attention_heads"]
     if width * heads != hidden:
         c.reject("head_dim", f"the hidden size {hidden} over the {heads} heads")
@@ -132,15 +97,15 @@ def _helium_head(c: Keys) -> int:
 
 
 _LAGUNA: Map = {
-    **BIASED,
-    **experts("num_experts", "moe_intermediate_size"),
-    **SIGMOID,
-    "qk_norm": Fixed(True),
-    "attention_gate": Fixed(True),
+    **parts.BIASED,
+    **parts.experts("num_experts", "moe_intermediate_size"),
+    **parts.SIGMOID,
+    "qk_norm": True,
+    "attention_gate": True,
     "attention_gate_per_head": lambda c: c.get("gating") is True or c.get("gating") == "per-head",
     "shared_ffn_hidden_size": "shared_expert_intermediate_size",
-    "first_dense_layers": dense_first("first_k_dense_replace"),
-    "mixers": windows(lambda c, i: False),
+    "first_dense_layers": parts.dense_first("first_k_dense_replace"),
+    "mixers": parts.windows(lambda c, i: False),
 }
 
 
@@ -151,7 +116,9 @@ def _step_layers(c: Keys) -> Fields:
     if heads is None or heads == c.fields["num_attention_heads"]:
         return {}
     of_window = OwnSizes(num_attention_heads=heads)
-    return own_sizes([of_window if kind == "local" else OwnSizes() for kind in mixers_of_layers(c)])
+    return parts.own_sizes(
+        [of_window if kind == "local" else OwnSizes() for kind in parts.mixers_of_layers(c)]
+    )
 
 
 _OF_STATES = {"use_bias": False, "hidden_act": "silu"}
@@ -194,10 +161,10 @@ def _mimo_layers(c: Keys) -> Fields:
     """Layers with a window, which may have other key-value heads and sinks: keys with `swa_`."""
     if c.get("layer_types") is not None:
         words = {"full_attention": "global", "sliding_attention": "local"}
-        kinds = listed(c, "layer_types", words)
+        kinds = parts.listed(c, "layer_types", words)
     else:
         flags, wanted = {0: "global", 1: "local"}, "0 (full attention) or 1 (a window)"
-        kinds = listed(c, "hybrid_layer_pattern", flags, wanted)
+        kinds = parts.listed(c, "hybrid_layer_pattern", flags, wanted)
     before = c.optional("max_position_embeddings", "sliding_window_size")
     window = before + 1 if before else c.size("max_position_embeddings", "sliding_window")
     fields: Fields = {"mixers": shortest(kinds)}
@@ -221,7 +188,7 @@ def _mimo_layers(c: Keys) -> Fields:
         attention_sinks=in_windows if in_windows != in_all else None,
     )
     of_layers = [of_window if kind == "local" else OwnSizes() for kind in kinds]
-    return fields | {"attention_sinks": in_all} | own_sizes(of_layers)
+    return fields | {"attention_sinks": in_all} | parts.own_sizes(of_layers)
 
 
 def _mimo_bias(c: Keys) -> bool:
@@ -242,7 +209,7 @@ def _zamba2_blocks(c: Keys) -> SharedBlocks:
     """Hybrid layers have one of the shared blocks before them, in turn."""
     layers, key, wanted = c.fields["num_layers"], "layers_block_type", '"mamba" or "hybrid"'
     words = {"linear_attention": False, "mamba": False, "hybrid": True}
-    hybrid = listed(c, key, words, wanted)
+    hybrid = parts.listed(c, key, words, wanted)
     if not any(hybrid):
         c.reject(key, f"{wanted} for each of the {layers} layers")
     blocks = c.integer("num_mem_blocks", 1, layers)
@@ -263,13 +230,13 @@ FAMILIES = {
     # AI21
     "JambaForCausalLM": family(
         "jamba",
-        DECODER,
+        parts.DECODER,
         like="jamba-v0.1",
-        state_space=state_channels(
+        state_space=parts.state_channels(
             *("mamba_", "mamba_dt_rank", "mamba_d_conv", "mamba_d_state"),
             inner_norms="weighted",
         ),
-        mixers=periodic_mixers("mamba"),
+        mixers=parts.periodic_mixers("mamba"),
         num_experts=_jamba_experts,
         only={"mamba_proj_bias": False},
     ),
@@ -281,26 +248,26 @@ FAMILIES = {
         "bailing_moe_v2 bailing_moe", _LING, unused="moe_shared_expert_intermediate_size"
     ),
     # Arcee AI
-    "ArceeForCausalLM": family("arcee", LLAMA, UNGATED),
+    "ArceeForCausalLM": family("arcee", parts.LLAMA, parts.UNGATED),
     "AfmoeForCausalLM": family(
         "afmoe",
-        BIASED,
-        sigmoid_experts("num_experts", "num_shared_experts", first="num_dense_layers"),
-        qk_norm=Fixed(True),
-        attention_gate=Fixed(True),
+        parts.BIASED,
+        parts.sigmoid_experts("num_experts", "num_shared_experts", first="num_dense_layers"),
+        qk_norm=True,
+        attention_gate=True,
         norm_placement=Fixed("sandwich"),
-        mixers=local_and_nope("global_attn_every_n_layers"),
+        mixers=parts.local_and_nope("global_attn_every_n_layers"),
     ),
     # Baidu
     "Ernie4_5ForCausalLM": family(
-        "ernie4_5 paddleocr_vl_text", DECODER, dict.fromkeys(ALL_BIASES, "use_bias")
+        "ernie4_5 paddleocr_vl_text", parts.DECODER, dict.fromkeys(parts.ALL_BIASES, "use_bias")
     ),
     "Ernie4_5_MoeForCausalLM": family(
         "ernie4_5_moe ernie4_5_moe_vl ernie4_5_vl_moe_text",
-        DECODER,
-        experts("moe_num_experts", "moe_intermediate_size", "moe_k"),
-        expert_bias=Fixed(True),
-        shared_ffn_hidden_size=number_of_shared("moe_num_shared_experts"),
+        parts.DECODER,
+        parts.experts("moe_num_experts", "moe_intermediate_size", "moe_k"),
+        expert_bias=True,
+        shared_ffn_hidden_size=parts.number_of_shared("moe_num_shared_experts"),
         mlps=_ernie_mlps,
         # transformers has such biases in shared experts and none in routed ones
         only={"use_bias": False},
@@ -311,7 +278,7 @@ FAMILIES = {
     "Cohere2ForCausalLM": family(
         "cohere2 cohere2_vision",
         _COMMAND,
-        mixers=local_and_nope(),
+        mixers=parts.local_and_nope(),
         unused="layer_switch order_of_interleaved_layers position_embedding_type "
         "rotary_pct use_embedding_sharing use_gated_activation "
         "use_parallel_block use_parallel_embedding",
@@ -320,13 +287,13 @@ FAMILIES = {
     "DbrxForCausalLM": family(
         "dbrx",
         _DATABRICKS_SIZES,
-        experts(
+        parts.experts(
             *("ffn_config.moe_num_experts", "ffn_config.ffn_hidden_size"),
             "ffn_config.moe_top_k",
         ),
         like="dbrx",
         ffn_hidden_size="ffn_config.ffn_hidden_size",
-        num_query_groups=query_groups("attn_config.kv_n_heads"),
+        num_query_groups=parts.query_groups("attn_config.kv_n_heads"),
         activation="ffn_config.ffn_act_fn.name",
         hidden_dropout="resid_pdrop",
         attention_dropout="attn_config.attn_pdrop",
@@ -335,7 +302,7 @@ FAMILIES = {
     "MptForCausalLM": family(
         "mpt",
         _DATABRICKS_SIZES,
-        UNGATED,
+        parts.UNGATED,
         norm=Fixed("layernorm"),
         ffn_hidden_size=lambda c: c.integer("expansion_ratio", 1, 64) * c.fields["hidden_size"],
         activation=Fixed("gelu"),
@@ -343,36 +310,40 @@ FAMILIES = {
         only={"no_bias": True},
     ),
     # Hugging Face
-    "SmolLM3ForCausalLM": family("smollm3", LLAMA, mixers=_smollm_mixers),
+    "SmolLM3ForCausalLM": family("smollm3", parts.LLAMA, mixers=_smollm_mixers),
     # Kyutai
     "HeliumForCausalLM": family(
-        "helium", DECODER, kv_channels=_helium_head, qkv_bias="attention_bias", mlp_bias="mlp_bias"
+        "helium",
+        parts.DECODER,
+        kv_channels=_helium_head,
+        qkv_bias="attention_bias",
+        mlp_bias="mlp_bias",
     ),
     # LG AI Research
     "ExaoneForCausalLM": family(
         "exaone",
-        BIASED,
+        parts.BIASED,
         num_layers=("num_layers", "num_hidden_layers"),
         activation="activation_function",
     ),
     "Exaone4ForCausalLM": family(
         "exaone4 exaone4_5 exaone4_5_text",
-        DECODER,
+        parts.DECODER,
         norm_placement=Fixed("output"),
-        qk_norm=Fixed(True),
-        mixers=local_and_nope(),
+        qk_norm=True,
+        mixers=parts.local_and_nope(),
     ),
     "ExaoneMoeForCausalLM": family(
         "exaone_moe",
-        DECODER,
-        sigmoid_experts("num_experts", "num_shared_experts"),
-        qk_norm=Fixed(True),
+        parts.DECODER,
+        parts.sigmoid_experts("num_experts", "num_shared_experts"),
+        qk_norm=True,
         norm_topk_prob="norm_topk_prob",
-        num_expert_groups=expert_groups,
-        mixers=local_and_nope(),
+        num_expert_groups=parts.expert_groups,
+        mixers=parts.local_and_nope(),
     ),
     # OpenBMB
-    "MiniCPMForCausalLM": family("minicpm", LLAMA),
+    "MiniCPMForCausalLM": family("minicpm", parts.LLAMA),
     "MiniCPM3ForCausalLM": family("minicpm3", _LATENT_DENSE, mlp_bias="mlp_bias"),
     # Poolside, and StepFun, whose keys are much the same
     "LagunaForCausalLM": family("laguna", _LAGUNA),
@@ -382,7 +353,7 @@ FAMILIES = {
         num_query_groups=("num_key_value_heads", "num_attention_groups"),
         num_experts=("n_routed_experts", "num_experts", "moe_num_experts"),
         top_k=("num_experts_per_tok", "moe_top_k"),
-        attention_gate_per_head=Fixed(True),
+        attention_gate_per_head=True,
         shared_ffn_hidden_size=("share_expert_dim", "share_expert_dims"),
         own_sizes=_step_layers,
         only={"attention_bias": False, "mlp_bias": False, "scoring_func": "sigmoid"},
@@ -391,26 +362,26 @@ FAMILIES = {
     # state-spaces
     "MambaForCausalLM": family(
         "mamba",
-        PURE_STATES,
+        parts.PURE_STATES,
         like="mamba-2.8b",
-        state_space=state_channels("", *MAMBA_KEYS),
+        state_space=parts.state_channels("", *parts.MAMBA_KEYS),
         only=_OF_STATES,
     ),
     "Mamba2ForCausalLM": family(
         "mamba2",
-        PURE_STATES,
+        parts.PURE_STATES,
         like="mamba-codestral-7b",
-        state_space=state_heads(StateKeys()),
+        state_space=parts.state_heads(parts.StateKeys()),
         only=_OF_STATES,
     ),
     # Tencent
     "HunYuanDenseV1ForCausalLM": family(
-        "hunyuan_v1_dense hunyuan_vl hunyuan_vl_text", BIASED, qk_norm=_hunyuan_norm
+        "hunyuan_v1_dense hunyuan_vl hunyuan_vl_text", parts.BIASED, qk_norm=_hunyuan_norm
     ),
     "HunYuanMoEV1ForCausalLM": family(
         "hunyuan_v1_moe",
-        BIASED,
-        experts("num_experts", "moe_intermediate_size"),
+        parts.BIASED,
+        parts.experts("num_experts", "moe_intermediate_size"),
         qk_norm=lambda c: True if c.get("use_qk_norm") is None else c.flag("use_qk_norm"),
         moe_ffn_hidden_size=_hunyuan_width,
         top_k=_same_in_all("moe_topk", MAX_EXPERTS),
@@ -420,33 +391,33 @@ FAMILIES = {
     ),
     "HYV3ForCausalLM": family(
         "hy_v3",
-        BIASED,
-        sigmoid_experts("num_experts", "num_shared_experts"),
-        qk_norm=Fixed(True),
+        parts.BIASED,
+        parts.sigmoid_experts("num_experts", "num_shared_experts"),
+        qk_norm=True,
         only={"mlp_bias": False},
     ),
     "YoutuForCausalLM": family("youtu", _LATENT_DENSE),
     # Xiaomi
     "MiMoForCausalLM": family(
         "mimo",
-        DECODER,
+        parts.DECODER,
         qkv_bias="attention_bias",
         only={"use_sliding_window": False},
         unused="sliding_window",
     ),
     "MiMoV2FlashForCausalLM": family(
         "mimo_v2_flash",
-        BIASED,
-        experts("n_routed_experts", "moe_intermediate_size"),
+        parts.BIASED,
+        parts.experts("n_routed_experts", "moe_intermediate_size"),
         like="mimo-v2-flash",
         v_head_dim=lambda c: c.optional("kv_channels", "v_head_dim") or 0,
         router="scoring_func",
         norm_topk_prob="norm_topk_prob",
         expert_bias=_mimo_bias,
-        rotary_fraction=rotary_fraction,
-        attention_output_bias=Fixed(False),
+        rotary_fraction=parts.rotary_fraction,
+        attention_output_bias=False,
         own_sizes=_mimo_layers,
-        mlps=listed_mlps,
+        mlps=parts.listed_mlps,
         only={"n_shared_experts": 0},
         unused="sliding_window attention_chunk_size attention_value_scale topk_group "
         "topk_method swa_rope_theta",
@@ -454,14 +425,14 @@ FAMILIES = {
     # Zyphra
     "Zamba2ForCausalLM": family(
         "zamba2",
-        DECODER,
+        parts.DECODER,
         like="zamba2-2.7b",
         kv_channels=_zamba2_head,
-        ffn_hidden_size=or_times_hidden("intermediate_size", 4),
+        ffn_hidden_size=parts.or_times_hidden("intermediate_size", 4),
         max_position_embeddings=_zamba2_longest,
         shared_blocks=_zamba2_blocks,
-        state_space=state_heads(
-            StateKeys(
+        state_space=parts.state_heads(
+            parts.StateKeys(
                 heads="n_mamba_heads",
                 head_width="",
                 groups="mamba_ngroups",
@@ -476,55 +447,57 @@ FAMILIES = {
         "hybrid_layer_ids mamba_headdim num_query_groups",
     ),
     # Shanghai AI Laboratory
-    "InternLM2ForCausalLM": family("internlm2", DECODER, dict.fromkeys(ALL_BIASES[:2], "bias")),
-    "Jais2ForCausalLM": family("jais2", LLAMA, UNGATED, LAYER_NORM),
+    "InternLM2ForCausalLM": family(
+        "internlm2", parts.DECODER, dict.fromkeys(parts.ALL_BIASES[:2], "bias")
+    ),
+    "Jais2ForCausalLM": family("jais2", parts.LLAMA, parts.UNGATED, parts.LAYER_NORM),
     # JetBrains
     "MellumForCausalLM": family(
         "mellum",
-        BIASED,
-        experts("num_experts", "moe_intermediate_size"),
-        qk_norm=Fixed(True),
+        parts.BIASED,
+        parts.experts("num_experts", "moe_intermediate_size"),
+        qk_norm=True,
         norm_topk_prob="norm_topk_prob",
-        first_dense_layers=dense_first("first_k_dense_replace"),
-        mixers=windows(lambda c, i: False),
+        first_dense_layers=parts.dense_first("first_k_dense_replace"),
+        mixers=parts.windows(lambda c, i: False),
     ),
     # Andrej Karpathy
     "NanoChatForCausalLM": family(
         "nanochat",
-        BIASED,
-        UNGATED,
-        norm_weight=Fixed(False),
-        qk_l2_norm=Fixed(True),
-        embedding_norm=Fixed(True),
+        parts.BIASED,
+        parts.UNGATED,
+        norm_weight=False,
+        qk_l2_norm=True,
+        embedding_norm=True,
         logit_softcap="final_logit_softcapping",
     ),
     # Naver
     "HyperCLOVAXForCausalLM": family(
         "hyperclovax",
-        LLAMA,
+        parts.LLAMA,
         norm_placement=lambda c: "sandwich" if c.flag("use_post_norm") else "pre",
     ),
     # Rednote
     "Dots1ForCausalLM": family(
         "dots1",
-        BIASED,
-        sigmoid_experts("n_routed_experts", "n_shared_experts"),
-        qk_norm=Fixed(True),
+        parts.BIASED,
+        parts.sigmoid_experts("n_routed_experts", "n_shared_experts"),
+        qk_norm=True,
         norm_topk_prob="norm_topk_prob",
-        mixers=windows(lambda c, i: i >= c.integer("max_window_layers", 0, 10**4)),
-        num_expert_groups=expert_groups,
+        mixers=parts.windows(lambda c, i: i >= c.integer("max_window_layers", 0, 10**4)),
+        num_expert_groups=parts.expert_groups,
     ),
     # Rhymes AI
     "AriaTextForCausalLM": family(
         "aria_text",
-        LLAMA,
-        experts("moe_num_experts", "intermediate_size", "moe_topk"),
-        shared_ffn_hidden_size=number_of_shared("moe_num_shared_experts"),
+        parts.LLAMA,
+        parts.experts("moe_num_experts", "intermediate_size", "moe_topk"),
+        shared_ffn_hidden_size=parts.number_of_shared("moe_num_shared_experts"),
     ),
     # ByteDance
     "SeedOssForCausalLM": family(
         "seed_oss",
-        DECODER,
+        parts.DECODER,
         qkv_bias="attention_bias",
         attention_output_bias="attention_out_bias",
         mlp_bias="mlp_bias",
@@ -532,19 +505,19 @@ FAMILIES = {
     # Stability AI
     "StableLmForCausalLM": family(
         "stablelm",
-        DECODER,
-        LAYER_NORM,
+        parts.DECODER,
+        parts.LAYER_NORM,
         qkv_bias="use_qkv_bias",
-        parallel_block=parallel("use_parallel_residual", 1),
-        rotary_fraction=rotary_fraction,
+        parallel_block=parts.parallel("use_parallel_residual", 1),
+        rotary_fraction=parts.rotary_fraction,
         only={"qk_layernorm": False},
     ),
     # Swiss AI
     "ApertusForCausalLM": family(
         "apertus",
-        BIASED,
-        UNGATED,
-        qk_norm=Fixed(True),
+        parts.BIASED,
+        parts.UNGATED,
+        qk_norm=True,
         activation=Fixed("silu"),
         only={"hidden_act": "xielu"},
         remark="xIELU is counted as SiLU, without the two numbers that each layer learns for it",
@@ -552,13 +525,13 @@ FAMILIES = {
     # Upstage
     "SolarOpenForCausalLM": family(
         "solar_open",
-        DECODER,
-        sigmoid_experts("n_routed_experts", "n_shared_experts"),
+        parts.DECODER,
+        parts.sigmoid_experts("n_routed_experts", "n_shared_experts"),
         ffn_hidden_size=("intermediate_size", "moe_intermediate_size"),
         qkv_bias="attention_bias",
         norm_topk_prob="norm_topk_prob",
-        rotary_fraction=rotary_fraction,
-        num_expert_groups=expert_groups,
+        rotary_fraction=parts.rotary_fraction,
+        num_expert_groups=parts.expert_groups,
     ),
-    "YiForCausalLM": family("Yi", LLAMA),
+    "YiForCausalLM": family("Yi", parts.LLAMA),
 }

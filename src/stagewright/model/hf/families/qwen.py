@@ -3,18 +3,8 @@
 from __future__ import annotations
 
 from stagewright.model.architecture import LIMITS
-from stagewright.model.hf.keys import Fields, Fixed, Keys, Map, family
-from stagewright.model.hf.parts import (
-    BIASED,
-    DECODER,
-    MAX_STATE_COUNT,
-    NO_EXPERTS,
-    SHARED_EXPERTS,
-    experts,
-    listed_mixers,
-    rotary_fraction,
-    windows,
-)
+from stagewright.model.hf import parts
+from stagewright.model.hf.keys import Fields, Keys, Map, family
 from stagewright.model.layers import StateSpace, every
 
 
@@ -33,13 +23,13 @@ def _next_mixers(c: Keys) -> tuple[str, ...]:
         c.reject("mlp_only_layers", "none; dense layers are not supported")
     period = c.size("num_layers", "full_attention_interval")
     if c.get("layer_types") is not None:
-        return listed_mixers("gated_delta")(c)
+        return parts.listed_mixers("gated_delta")(c)
     return every(period, period - 1, "gated_delta")
 
 
 def _next_state(c: Keys) -> StateSpace:
-    groups = c.integer("linear_num_key_heads", 1, MAX_STATE_COUNT)
-    heads = c.integer("linear_num_value_heads", 1, MAX_STATE_COUNT)
+    groups = c.integer("linear_num_key_heads", 1, parts.MAX_STATE_COUNT)
+    heads = c.integer("linear_num_value_heads", 1, parts.MAX_STATE_COUNT)
     if heads % groups:
         c.reject("linear_num_key_heads", f"a divisor of the {heads} value heads")
     return StateSpace(
@@ -53,21 +43,21 @@ def _next_state(c: Keys) -> StateSpace:
     )
 
 
-_WINDOW = windows(
+_WINDOW = parts.windows(
     lambda c, i: i >= c.integer("max_window_layers", 0, LIMITS["num_layers"]),
     used="use_sliding_window",
 )
 _MOE: Map = {
-    **BIASED,
-    **experts("num_experts", "moe_intermediate_size"),
+    **parts.BIASED,
+    **parts.experts("num_experts", "moe_intermediate_size"),
     "norm_topk_prob": "norm_topk_prob",
     "moe_layer_freq": _dense_layers,
-    "mixers": windows(lambda c, i: True, used="use_sliding_window", from_list=False),
+    "mixers": parts.windows(lambda c, i: True, used="use_sliding_window", from_list=False),
 }
 # The gate is half of the projection of queries, and has its bias.
-_GATED: Map = {**BIASED, "attention_gate_bias": "attention_bias"}
+_GATED: Map = {**parts.BIASED, "attention_gate_bias": "attention_bias"}
 _NEXT_LAYERS: Map = {
-    "rotary_fraction": rotary_fraction,
+    "rotary_fraction": parts.rotary_fraction,
     "mixers": _next_mixers,
     "state_space": _next_state,
 }
@@ -75,20 +65,20 @@ _NEXT_LAYERS: Map = {
 FAMILIES = {
     "Qwen2ForCausalLM": family(
         "qwen2 qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text qwen2_5_omni_text",
-        DECODER,
+        parts.DECODER,
         like="qwen2.5-7b",
         mixers=_WINDOW,
     ),
     "Qwen2MoeForCausalLM": family(
         "qwen2_moe",
         _MOE,
-        SHARED_EXPERTS,
+        parts.SHARED_EXPERTS,
         like="qwen2-57b-a14b",
         qkv_bias="qkv_bias",
-        attention_output_bias=Fixed(False),
+        attention_output_bias=False,
     ),
     "Qwen3ForCausalLM": family(
-        "qwen3 qwen3_vl qwen3_vl_text", BIASED, like="qwen3-8b", mixers=_WINDOW
+        "qwen3 qwen3_vl qwen3_vl_text", parts.BIASED, like="qwen3-8b", mixers=_WINDOW
     ),
     "Qwen3MoeForCausalLM": family(
         "qwen3_moe qwen3_vl_moe qwen3_vl_moe_text qwen3_omni_moe_text",
@@ -98,8 +88,8 @@ FAMILIES = {
     "Qwen3NextForCausalLM": family(
         "qwen3_next",
         _GATED,
-        experts("num_experts", "moe_intermediate_size"),
-        SHARED_EXPERTS,
+        parts.experts("num_experts", "moe_intermediate_size"),
+        parts.SHARED_EXPERTS,
         _NEXT_LAYERS,
         like="qwen3-next-80b-a3b",
         norm_topk_prob="norm_topk_prob",
@@ -109,9 +99,9 @@ FAMILIES = {
         "qwen3_5_text qwen3_5",
         _GATED,
         _NEXT_LAYERS,
-        NO_EXPERTS,
+        parts.NO_EXPERTS,
         like="qwen3-next-80b-a3b",
-        shared_expert_gate=Fixed(False),
+        shared_expert_gate=False,
         only={"attn_output_gate": True},
         unused="output_gate_type",
     ),
@@ -119,8 +109,8 @@ FAMILIES = {
         "qwen3_5_moe_text qwen3_5_moe",
         _GATED,
         _NEXT_LAYERS,
-        experts("num_experts", "moe_intermediate_size"),
-        SHARED_EXPERTS,
+        parts.experts("num_experts", "moe_intermediate_size"),
+        parts.SHARED_EXPERTS,
         like="qwen3-next-80b-a3b",
         ffn_hidden_size="moe_intermediate_size",  # no layer is dense
         only={"attn_output_gate": True},

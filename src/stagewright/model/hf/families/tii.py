@@ -5,20 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import cast
 
+from stagewright.model.hf import parts
 from stagewright.model.hf.keys import Fields, Keys, Map, family
-from stagewright.model.hf.parts import (
-    ALL_BIASES,
-    BAMBA_KEYS,
-    LLAMA,
-    MAMBA_KEYS,
-    MAX_STATE_COUNT,
-    PURE_STATES,
-    or_times_hidden,
-    query_groups,
-    sizes,
-    state_channels,
-    state_heads,
-)
 from stagewright.model.layers import StateSpace
 
 
@@ -32,26 +20,26 @@ def _block(c: Keys) -> Fields:
         return block | {"num_query_groups": groups}
     given = c.get("num_ln_in_parallel_attn") is not None
     return block | {
-        "num_query_groups": query_groups("n_head_kv", "num_kv_heads")(c),
+        "num_query_groups": parts.query_groups("n_head_kv", "num_kv_heads")(c),
         "parallel_norms": c.integer("num_ln_in_parallel_attn", 1, 2) if given else 2,
     }
 
 
 _FALCON: Map = {
-    **sizes(
+    **parts.sizes(
         num_layers=("num_hidden_layers", "n_layer"),
         num_attention_heads=("num_attention_heads", "n_head"),
     ),
     "num_query_groups": _block,
-    "ffn_hidden_size": or_times_hidden("ffn_hidden_size", 4),
-    **dict.fromkeys(ALL_BIASES, "bias"),
+    "ffn_hidden_size": parts.or_times_hidden("ffn_hidden_size", 4),
+    **dict.fromkeys(parts.ALL_BIASES, "bias"),
     **{name: name for name in ("activation", "hidden_dropout", "attention_dropout")},
 }
 
 
 def _h1_state(c: Keys) -> StateSpace:
     """Mamba-2's sizes, whose inner width has a key of its own."""
-    heads, inner = c.integer("mamba_n_heads", 1, MAX_STATE_COUNT), c.get("mamba_d_ssm")
+    heads, inner = c.integer("mamba_n_heads", 1, parts.MAX_STATE_COUNT), c.get("mamba_d_ssm")
     if inner is None:
         inner = c.integer("mamba_expand", 1, 64) * c.fields["hidden_size"]
     elif type(inner) is not int or inner % heads or inner < heads:
@@ -59,7 +47,7 @@ def _h1_state(c: Keys) -> StateSpace:
     inner = cast(int, inner)
     if c.get("mamba_d_head") == "auto":
         c = replace(c, values=c.values | {"mamba_d_head": inner // heads})
-    state: StateSpace = state_heads(BAMBA_KEYS)(c)
+    state: StateSpace = parts.state_heads(parts.BAMBA_KEYS)(c)
     if inner != state.inner:
         c.reject("mamba_d_head", f"{inner} / {heads}, a part of the width inside")
     normed = c.flag("mamba_rms_norm")
@@ -75,14 +63,14 @@ FAMILIES = {
     "RWForCausalLM": family("RefinedWeb RefinedWebModel", _FALCON, like="falcon-7b"),
     "FalconMambaForCausalLM": family(
         "falcon_mamba",
-        PURE_STATES,
+        parts.PURE_STATES,
         like="falcon-mamba-7b",
-        state_space=state_channels("", *MAMBA_KEYS, inner_norms="plain"),
+        state_space=parts.state_channels("", *parts.MAMBA_KEYS, inner_norms="plain"),
         only={"use_bias": False, "hidden_act": "silu"},
     ),
     "FalconH1ForCausalLM": family(
         "falcon_h1",
-        LLAMA,
+        parts.LLAMA,
         like="falcon-h1-7b",
         state_space=_h1_state,
         only={"mamba_proj_bias": False, "projectors_bias": False},
