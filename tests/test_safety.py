@@ -36,7 +36,6 @@ ALLOWED = {
     "cli/commands/show.py tempfile",  # the text that a PyTorch module is imported as
     "trace/write.py tempfile",  # ranks of a bundle for those who read files
     "executors.py socket",  # whether a cluster answers at the address given
-    "evidence/doctor.py tempfile",  # what it measures the speed of
 }
 NO_CALLS = {
     *("eval", "exec", "compile", "__import__", "input", "breakpoint"),
@@ -48,7 +47,7 @@ NO_CALLS = {
     *("os.spawnv", "os.spawnl", "os.spawnvp", "os.posix_spawn", "os.posix_spawnp", "os.symlink"),
 }
 # The only modules that write, rename or remove files.
-WRITERS = {"trace/staging.py", "files.py", "views/perfetto.py", "evidence/doctor.py"}
+WRITERS = {"trace/staging.py", "files.py", "views/perfetto.py"}
 WRITES = {
     *("write_text", "write_bytes", "mkdir", "makedirs", "rename", "replace", "rmdir", "unlink"),
     *("rmtree", "remove", "touch", "symlink_to", "hardlink_to", "tofile", "savez", "save"),

@@ -1,24 +1,17 @@
-"""Examines a machine: packages that Stagewright needs, and how fast traces are written."""
+"""Examines a machine: the packages that Stagewright needs."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
 import re
-import shutil
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from stagewright.errors import UserError
 from stagewright.executors import cores
-from stagewright.lower.compile import compile
-from stagewright.run.settings import Run
-from stagewright.trace.write import write
 from stagewright.version import __version__
 
 USES = {
@@ -54,20 +47,6 @@ class Package(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
-    """Speed of generating and writing traces of 64 ranks in a directory."""
-
-    directory: str
-    free_bytes: int
-    compile_seconds: float
-    """From a run to the programs of its ranks."""
-    nodes_per_second: float
-    """Nodes of all ranks, encoded, with checksums, and written."""
-    bytes_per_second: float
-    """Bytes of their files, likewise."""
-
-
-@dataclass(frozen=True, slots=True)
 class Examination:
     """The result of `examine`; `problems` are sentences that say what is wrong and what to do."""
 
@@ -78,7 +57,6 @@ class Examination:
     cores: int
     packages: list[Package]
     extras: dict[str, list[Package]]
-    speed: Speed | None
     problems: list[str]
     notes: list[str]
 
@@ -92,8 +70,8 @@ class Examination:
         return {**asdict(self), "packages": packages, "extras": extras}
 
 
-def examine(directory: Path | str = ".", *, speed: bool = True) -> Examination:
-    """Examine this machine; with `speed`, write traces into a directory and remove them again."""
+def examine() -> Examination:
+    """Examine this machine."""
     try:
         packages, extras = needed(importlib.metadata.requires("stagewright") or [])
     except importlib.metadata.PackageNotFoundError:
@@ -114,34 +92,9 @@ def examine(directory: Path | str = ".", *, speed: bool = True) -> Examination:
         cores=cores(),
         packages=packages,
         extras=extras,
-        speed=measure(Path(directory)) if speed else None,
         problems=[package.problem for package in packages if not package.ok],
         notes=notes,
     )
-
-
-def measure(directory: Path) -> Speed:
-    """Compile and write traces of 64 ranks in a directory, which is left as it was.
-
-    Raises UserError where the directory cannot be written.
-    """
-    try:
-        scratch = TemporaryDirectory(prefix=".stagewright-doctor-", dir=directory)
-    except OSError as error:
-        raise UserError(
-            f"{directory}: cannot be written: {error.strerror}; name a directory that can"
-        ) from None
-    with scratch as folder:
-        began = time.perf_counter()
-        run = Run(model="llama3.1-70b", tp=8, pp=4, dp=2, global_batch_size=32)
-        program = compile(run).program
-        compiled = time.perf_counter()
-        written = write(program, f"{folder}/traces", manifest={})
-        seconds = time.perf_counter() - compiled
-        nodes = sum(len(of.tasks) * len(of.ranks) for of in program.classes)
-        free = shutil.disk_usage(directory).free
-        size = sum(file["bytes"] for file in written["files"].values())
-        return Speed(str(directory), free, compiled - began, nodes / seconds, size / seconds)
 
 
 def needed(requirements: Sequence[str]) -> tuple[list[Package], dict[str, list[Package]]]:

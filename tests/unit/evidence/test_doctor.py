@@ -8,30 +8,24 @@ import pytest
 
 import stagewright
 from stagewright.cli import main as cli
-from stagewright.errors import UserError
 from stagewright.evidence import doctor
 
 
-@pytest.mark.numerics
-def test_what_is_needed_is_here(tmp_path: Path):
-    found = doctor.examine(tmp_path)
+def test_what_is_needed_is_here():
+    found = doctor.examine()
 
     assert found.stagewright == stagewright.__version__
     assert Path(found.location) == Path(stagewright.__file__).parent
     assert sys.executable in found.python
     assert found.problems == []
-    assert found.speed is not None
-    measured = json.loads(json.dumps(found.to_json()))["speed"]
-    assert measured.pop("directory") == str(tmp_path)
-    assert all(value > 0 for value in measured.values())
-    assert list(tmp_path.iterdir()) == []
+    assert json.loads(json.dumps(found.to_json()))["problems"] == []
 
 
 def test_every_extra_is_told_what_it_is_for():
     names = set(importlib.metadata.metadata("stagewright").get_all("Provides-Extra") or ())
 
     assert set(doctor.USES) == names
-    assert set(doctor.examine(speed=False).extras) == names
+    assert set(doctor.examine().extras) == names
 
 
 REQUIREMENTS = [
@@ -65,7 +59,7 @@ def test_what_is_missing_is_told(
 ):
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: REQUIREMENTS)
     with pytest.raises(SystemExit) as caught:
-        cli.main(["doctor", "--no-speed"])
+        cli.main(["doctor"])
     out = re.sub(r"\x1b\[\d+m", "", capsys.readouterr().out)
 
     assert caught.value.code == 1
@@ -81,12 +75,7 @@ def test_without_an_installation_nothing_is_claimed(monkeypatch: pytest.MonkeyPa
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", requires)
-    found = doctor.examine(speed=False)
+    found = doctor.examine()
 
     assert (found.packages, found.problems) == ([], [])
     assert any("run from its source" in note for note in found.notes)
-
-
-def test_a_directory_that_cannot_be_written(tmp_path: Path):
-    with pytest.raises(UserError, match="none: cannot be written: No such file or directory"):
-        doctor.examine(tmp_path / "none")

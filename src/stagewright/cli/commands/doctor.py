@@ -15,20 +15,15 @@ if TYPE_CHECKING:
 
 
 @command
-@click.argument("directory", default=".")
 @JSON
-@click.option(
-    "--speed/--no-speed", default=True, help="Write traces of 64 ranks and remove them. [on]"
-)
-def doctor(directory: str, as_json: bool, speed: bool) -> int:
-    """Report what is installed and missing, and how fast this machine writes traces.
+def doctor(as_json: bool) -> int:
+    """Report the packages that are installed and missing.
 
-    DIRECTORY is where traces would be written. [.] The exit code is 1 if a required package is
-    missing, else 0.
+    The exit code is 1 if a required package is missing, else 0.
     """
     from stagewright.evidence.doctor import examine
 
-    examination = examine(directory, speed=speed)
+    examination = examine()
     if as_json:
         output.print_json(examination.to_json())
     else:
@@ -38,7 +33,6 @@ def doctor(directory: str, as_json: bool, speed: bool) -> int:
 
 def _print(examination: Examination) -> None:
     from stagewright.evidence.doctor import USES
-    from stagewright.numbers import quantity
 
     click.echo(f"stagewright {examination.stagewright}  {examination.location}")
     click.echo(f"python      {examination.python}")
@@ -51,14 +45,6 @@ def _print(examination: Examination) -> None:
         if missing:
             names = ", ".join(map(_describe, missing))
             click.echo(f"        missing: {names}; pip install 'stagewright[{name}]'")
-    speed = examination.speed
-    if speed is not None:
-        click.echo(
-            f"compile     {speed.compile_seconds:.2f} s for 64 ranks of llama3.1-70b\n"
-            f"generate    {speed.nodes_per_second / 1e6:.2f} million nodes/s, "
-            f"{quantity(round(speed.bytes_per_second), 'B/s')} in {speed.directory}, with "
-            f"checksums; {quantity(speed.free_bytes, 'B')} free"
-        )
     for note in examination.notes:
         click.echo(f"note: {note}")
     for problem in examination.problems:
@@ -79,6 +65,6 @@ ENTRY = Entry(
     doctor,
     (
         "stagewright doctor",
-        "stagewright doctor --no-speed --json",
+        "stagewright doctor --json",
     ),
 )
