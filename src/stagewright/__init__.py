@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from stagewright.version import __version__
 
 if TYPE_CHECKING:
+    from stagewright.api.compared import Comparison, compare
     from stagewright.api.compiled import Compiled, compile
     from stagewright.api.experiments import load_run, read_launch
     from stagewright.api.generated import generate
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Bundle",
+    "Comparison",
     "Compiled",
     "ModelConfig",
     "Replay",
@@ -42,6 +44,7 @@ __all__ = [
     "Table",
     "UserError",
     "__version__",
+    "compare",
     "compile",
     "from_torch",
     "generate",
@@ -59,6 +62,7 @@ __all__ = [
 # Names are imported when first used: `import stagewright` and `stagewright --help` stay quick.
 _HOME = {
     "Bundle": "trace.formats.bundle",
+    "Comparison": "api.compared",
     "Compiled": "api.compiled",
     "ModelConfig": "model.config",
     "Replay": "api.replayed",
@@ -69,6 +73,7 @@ _HOME = {
     "Simulation": "api.simulated",
     "Table": "texttable",
     "UserError": "errors",
+    "compare": "api.compared",
     "compile": "api.compiled",
     "from_torch": "imports.sources",
     "generate": "api.generated",

@@ -100,25 +100,39 @@ def compressed(line: Timeline, lane: Lane, hardware: Hardware, rank: int) -> byt
 
 def trace(line: Timeline, lane: Lane, hardware: Hardware, rank: int) -> str:
     """The trace of a rank as JSON with an event a line."""
-    groups = _Groups.of(line.program, rank)
+    head, events = _parts_of_trace(line, lane, hardware, rank)
+    return json.dumps(head)[:-1] + ',"traceEvents":[\n' + ",\n".join(events) + "\n]}\n"
+
+
+def trace_of(
+    line: Timeline, lane: Lane, hardware: Hardware, rank: int
+) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
+    """The trace of a rank as a reader of its JSON gets it: header and events."""
+    head, events = _parts_of_trace(line, lane, hardware, rank)
+    return head, map(json.loads, events)
+
+
+def _parts_of_trace(
+    line: Timeline, lane: Lane, hardware: Hardware, rank: int
+) -> tuple[dict[str, Any], Iterator[str]]:
+    """Header of the trace of a rank, and its events as JSON."""
+    groups, device = _Groups.of(line.program, rank), rank % hardware.gpus_per_node
+    properties = {
+        "id": device,
+        "name": hardware.name,
+        "totalGlobalMem": hardware.memory,
+        "numSms": hardware.compute_units,
+    }
     head = {
         "schemaVersion": 1,
-        "deviceProperties": [
-            {
-                "id": rank % hardware.gpus_per_node,
-                "name": hardware.name,
-                "totalGlobalMem": hardware.memory,
-                "numSms": hardware.compute_units,
-            }
-        ],
+        "deviceProperties": [properties],
         "distributedInfo": groups.info(line.program.mesh.world_size),
         "record_shapes": 1,
         "displayTimeUnit": "ms",
         "baseTimeNanoseconds": 0,
         "traceName": FILE.format(rank=rank).removesuffix(".gz"),
     }
-    text = ",\n".join(_events(line, lane, groups, rank % hardware.gpus_per_node))
-    return json.dumps(head)[:-1] + ',"traceEvents":[\n' + text + "\n]}\n"
+    return head, _events(line, lane, groups, device)
 
 
 class _Groups(NamedTuple):

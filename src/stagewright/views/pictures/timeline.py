@@ -5,7 +5,7 @@ A column of a strip is as high as the strip while kernels, or transfers, run all
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -107,6 +107,44 @@ def picture(line: Timeline, name: str = "timeline", longest: float = 0.0) -> svg
         f"Timeline of a step of {duration(line.seconds)}: when kernels and communication run on "
         + plural(len(drawn), "group of ranks", "groups of ranks")
     )
+    return svg.figure(y + AXIS, label, parts, 'class="timeline"')
+
+
+class PartsInTime(NamedTuple):
+    """Times of the parts of a step on one rank: begins and ends in nanoseconds, by part."""
+
+    name: str
+    parts: Mapping[str, Int]
+    """[times, 2]; of all parts no two times overlap."""
+
+
+def picture_of_parts(
+    rows: Sequence[PartsInTime], fills: Mapping[str, svg.Fill], longest: float
+) -> svg.Picture:
+    """A strip for each row, in the fills of its parts; the scale goes up to `longest` (ns)."""
+    used = [part for part in fills if any(part in row.parts for row in rows)]
+    chosen = svg.Fills("parts", {part: fills[part] for part in used})
+    heading, y = chosen.heading(used)
+    across = Across(0, svg.WIDTH - 16, longest / 1e9, SECONDS)
+    columns = int(across.at(longest / 1e9) - across.left)
+    edges = np.linspace(0, longest, columns + 1)
+    parts, y = [heading], y + 4
+    for row in rows:
+        y += 17
+        parts.append(svg.text(0, y - 4, row.name))
+        low, y = np.zeros(columns), y + KERNELS
+        for part in used:
+            if part not in row.parts:
+                continue
+            begin, end = row.parts[part].T
+            high = low + np.diff(_passed(end, edges) - _passed(begin, edges)) / np.diff(edges)
+            title = f"{row.name}: {part} {duration(float((end - begin).sum()) / 1e9)}"
+            place = (across.left, y, KERNELS)
+            parts.append(_strip(low, np.minimum(high, 1.0), place, chosen[part], title))
+            low = np.minimum(high, 1.0)
+        y += GAP
+    parts.append(across.axis(y))
+    label = f"Parts of a step in time on {plural(len(rows), 'rank', 'ranks')}"
     return svg.figure(y + AXIS, label, parts, 'class="timeline"')
 
 
