@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from stagewright.version import __version__
 
 if TYPE_CHECKING:
+    from stagewright.api.calibrated import Calibration, calibrate
     from stagewright.api.compared import Comparison, compare
     from stagewright.api.compiled import Compiled, compile
     from stagewright.api.experiments import load_run, read_launch
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Bundle",
+    "Calibration",
     "Comparison",
     "Compiled",
     "ModelConfig",
@@ -44,6 +46,7 @@ __all__ = [
     "Table",
     "UserError",
     "__version__",
+    "calibrate",
     "compare",
     "compile",
     "from_torch",
@@ -62,6 +65,7 @@ __all__ = [
 # Names are imported when first used: `import stagewright` and `stagewright --help` stay quick.
 _HOME = {
     "Bundle": "trace.formats.bundle",
+    "Calibration": "api.calibrated",
     "Comparison": "api.compared",
     "Compiled": "api.compiled",
     "ModelConfig": "model.config",
@@ -73,6 +77,7 @@ _HOME = {
     "Simulation": "api.simulated",
     "Table": "texttable",
     "UserError": "errors",
+    "calibrate": "api.calibrated",
     "compare": "api.compared",
     "compile": "api.compiled",
     "from_torch": "imports.sources",

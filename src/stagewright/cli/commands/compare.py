@@ -56,6 +56,9 @@ def compare(
         result.write(out)
 
 
+# The model is parsed as the first word, as in other commands.
+compare.collect_usage_pieces = lambda ctx: ["[OPTIONS]", "TRACE...", "[MODEL]"]
+
 ENTRY = Entry(
     46,
     compare,

@@ -1,0 +1,95 @@
+"""A machine of known figures simulates a step; calibration gives the figures back."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+import stagewright as sw
+from stagewright.run.sections.cluster import ClusterSection
+from stagewright.time.hardware import resolve
+
+MACHINE = """
+base: h100-sxm
+name: other
+sustained_fraction: {bf16: 0.62}
+memory_bandwidth_fraction: 0.7
+kernel_launch_us: 3.4
+host_factor: 1.6
+scale_up: {bandwidth_fraction: 0.55, latency_us: 9.0}
+scale_out: {bandwidth_fraction: 0.6, latency_us: 21.0}
+"""
+RUN = {"model": "llama3-8b", "layers": 4, "seq_length": 4096, "tp": 8, "dp": 2,
+       "sequence_parallel": True, "zero": 1}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Traces of all ranks on the machine, its file, and the run."""
+    folder = tmp_path_factory.mktemp("calibrate")
+    machine = folder / "other.yaml"
+    machine.write_text(MACHINE)
+    compiled = sw.compile(sw.Run(**RUN))
+    cluster = ClusterSection(hardware=str(machine))
+    ranks = [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    sw.generate(compiled, str(folder / "traces"), format="kineto", cluster=cluster, ranks=ranks)
+    return folder / "traces", machine, compiled
+
+
+def test_figures_of_the_machine_come_back(recorded, tmp_path):
+    traces, machine, _ = recorded
+    wanted, base = resolve(machine), resolve("h100-sxm")
+    result = sw.calibrate(traces, "h100-sxm")
+    found = result.hardware
+    assert found.sustained_fraction["bf16"] == pytest.approx(0.62, rel=0.01)
+    for name in ("memory_bandwidth_fraction", "kernel_launch_us", "host_factor"):
+        assert getattr(found, name) == pytest.approx(getattr(wanted, name), rel=0.01)
+    for block in ("scale_up", "scale_out"):
+        ours, theirs = getattr(found, block), getattr(wanted, block)
+        assert ours.bandwidth_fraction == pytest.approx(theirs.bandwidth_fraction, rel=0.02)
+        assert ours.medium_fraction == pytest.approx(theirs.medium_fraction, rel=0.02)
+    assert found.scale_up.latency_us == pytest.approx(9.0, rel=0.02)
+    assert found.gemm == base.gemm
+
+    (path,) = result.write(tmp_path / "mine.yaml")
+    written = resolve(path)
+    assert written.name == "mine"
+    assert written.host_factor == pytest.approx(found.host_factor, rel=1e-3)
+    assert written.sustained_fraction["bf16"] == pytest.approx(0.62, rel=0.01)
+    assert "kernels of rank.0" in written.sources["memory_bandwidth_fraction"]
+
+
+def test_the_step_is_the_measured_one(recorded, tmp_path):
+    traces, machine, compiled = recorded
+    (mine,) = sw.calibrate(traces, "h100-sxm").write(tmp_path / "mine.yaml")
+    measured = sw.simulate(compiled, machine).seconds
+    assert sw.simulate(compiled, "h100-sxm").seconds < 0.9 * measured
+    assert sw.simulate(compiled, mine).seconds == pytest.approx(measured, rel=0.01)
+
+
+def test_durations_replace_those_of_the_model(recorded, tmp_path):
+    traces, *_ = recorded
+    (path,) = sw.calibrate(traces, "h100-sxm").write(tmp_path / "kernels.csv")
+    rows = list(csv.DictReader(Path(path).read_text("utf-8").splitlines()))
+    assert {row["kernel"] for row in rows} >= {"gemm", "attention", "all_gather"}
+    step = sw.simulate(sw.Run(**RUN), "h100-sxm", durations=path)
+    assert step.durations.measured_collectives == step.durations.collectives
+    assert step.durations.measured_kernels > 0
+
+
+def test_what_traces_do_not_tell_stays(recorded, tmp_path):
+    _, machine, _ = recorded
+    compiled = sw.compile("gpt2", layers=1, seq_length=64)
+    cluster = ClusterSection(hardware=str(machine))
+    sw.generate(compiled, str(tmp_path / "small"), format="kineto", cluster=cluster)
+    result = sw.calibrate(tmp_path / "small", "h100-sxm")
+    assert result.hardware.sustained_fraction == resolve("h100-sxm").sustained_fraction
+    assert result.hardware.scale_up == resolve("h100-sxm").scale_up
+    notes = " ".join(result.notes)
+    assert "sustained_fraction.bf16: 0 products that compute limits" in notes
+    assert "scale_up: no transfers in nodes" in notes
+    assert "kernel_launch_us" in str(result)
+    with pytest.raises(sw.UserError, match="unknown hardware"):
+        sw.calibrate(tmp_path / "small", "h1000")
+    with pytest.raises(sw.UserError, match="wanted a name that ends in"):
+        result.write(tmp_path / "mine.txt")
