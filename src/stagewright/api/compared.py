@@ -12,7 +12,7 @@ from stagewright.api.result import PublicResult, known, path_text
 from stagewright.api.simulated import simulate
 from stagewright.errors import UserError
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.recorded.compare import Side, StepComparison
+from stagewright.recorded.compare import ComparedSide, StepComparison
 from stagewright.recorded.events import TraceEvents
 from stagewright.recorded.kernels import describe_kernels
 from stagewright.recorded.rank import RankTrace
@@ -147,7 +147,7 @@ def compare(
             "give the layout of the job: --tp, --pp, --dp"
         )
     ours = recorded_steps(simulated_traces(simulation, ranks))
-    comparison = StepComparison(Side(tuple(measured)), Side(tuple(ours)))
+    comparison = StepComparison(ComparedSide(tuple(measured)), ComparedSide(tuple(ours)))
     return Comparison(comparison, f"{simulation.compiled.model.name}: measured and simulated")
 
 

@@ -9,6 +9,9 @@ One file of the profiler is one rank. Its way through the room:
 - `ranks`: several ranks on one clock; transfer and waiting of each collective;
 - `link`: the graph of host segments, waits and kernels: who waits for whom;
 - `replay`: the graph executed again, as recorded or with a change;
+- `steps`: one step of each rank, each nanosecond of it in one part: products, waiting, launches...;
+- `compare`: a measured step beside a simulated one, which `views.kineto` gives the same form;
+- `calibrate`: figures of a hardware file from the durations of kernels and transfers;
 - `chakra`: the kernels of all ranks as a `Program`, which the trace writers take.
 
 Shapes and names of data types are those of `program.columns`, so that a recorded kernel and one of

@@ -49,7 +49,7 @@ _GRAPH_US = 3.0
 """Interval of launches (us) below which they are not calls of operators but of a graph."""
 
 
-class Figure(NamedTuple):
+class CalibratedFigure(NamedTuple):
     """A figure of the hardware file: by dots, of the base, calibrated, and what it rests on."""
 
     key: str
@@ -67,7 +67,7 @@ class CalibratedHardware:
 
     base: Hardware
     hardware: Hardware
-    figures: Sequence[Figure]
+    figures: Sequence[CalibratedFigure]
     kept: Sequence[str]
     """Figures that stay those of the base, and why."""
     durations: Sequence[tuple[str, str, str, int, float]]
@@ -102,18 +102,18 @@ class CalibratedHardware:
 
 
 @dataclass(slots=True)
-class _Fit:
+class _Calibrating:
     """The hardware as far as it is calibrated."""
 
     hardware: Hardware
-    figures: list[Figure] = field(default_factory=list[Figure])
+    figures: list[CalibratedFigure] = field(default_factory=list[CalibratedFigure])
     kept: list[str] = field(default_factory=list[str])
 
     def set(self, key: str, value: float, base: float, ratios: Float, rests_on: str) -> None:
         """Note a figure; `ratios`: measured over modelled times."""
         low, high = np.quantile(ratios, [0.1, 0.9])
         spread = float(high - low) / 2
-        self.figures.append(Figure(key, base, value, len(ratios), spread, rests_on))
+        self.figures.append(CalibratedFigure(key, base, value, len(ratios), spread, rests_on))
 
     def keep(self, key: str, why: str) -> None:
         """Note a figure that stays that of the base."""
@@ -123,7 +123,7 @@ class _Fit:
 def calibrate(traces: Sequence[RankTrace], base: Hardware) -> CalibratedHardware:
     """Calibrate the figures of `base` that the traces tell."""
     match_messages(traces)
-    fit = _Fit(base)
+    fit = _Calibrating(base)
     kernels = [kernel for trace in traces for kernel in trace.kernels]
     _set_clocks(fit, kernels)
     _set_memory(fit, kernels)
@@ -163,7 +163,7 @@ def _solve(ratios: Callable[[float], Float], low: float, high: float) -> float:
 # ---- kernels -------------------------------------------------------------------------------------
 
 
-def _set_clocks(fit: _Fit, kernels: Iterable[Kernel]) -> None:
+def _set_clocks(fit: _Calibrating, kernels: Iterable[Kernel]) -> None:
     """Set the sustained clock of each precision from products that compute limits."""
     by_dtype: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     for kernel in kernels:
@@ -214,7 +214,7 @@ def product_seconds(extents: Float, dtype: str, hardware: Hardware) -> Callable[
     return at
 
 
-def _set_memory(fit: _Fit, kernels: Iterable[Kernel]) -> None:
+def _set_memory(fit: _Calibrating, kernels: Iterable[Kernel]) -> None:
     """Set the share of the bandwidth, and the time of the shortest kernel."""
     rows = [
         (kernel.bytes, kernel.duration * 1e-9)
@@ -251,7 +251,7 @@ def _set_memory(fit: _Fit, kernels: Iterable[Kernel]) -> None:
     fit.hardware = fit.hardware.model_copy(update={"memory_bandwidth_fraction": share})
 
 
-def _set_host(fit: _Fit, traces: Sequence[RankTrace]) -> None:
+def _set_host(fit: _Calibrating, traces: Sequence[RankTrace]) -> None:
     """Set the host's factor from the time between the launch of a product and the one before."""
     intervals: list[int] = []
     names: set[str] = set()
@@ -349,7 +349,7 @@ def _reduces_in_switch(of: _Transfer, machine: Machine) -> bool:
     return min(options, key=lambda name: options[name]) == "in_network"
 
 
-def _set_link(fit: _Fit, block: str, transfers: Sequence[_Transfer], world: int) -> None:
+def _set_link(fit: _Calibrating, block: str, transfers: Sequence[_Transfer], world: int) -> None:
     """Set bandwidth and latency of the links within nodes, or between them."""
     machine = Machine.of(fit.hardware, gpus=max(world, fit.hardware.gpus_per_node))
     own = [of for of in transfers if (_level(of, machine) > 0) == (block == "scale_out")]

@@ -30,7 +30,7 @@ class Total(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Side:
+class ComparedSide:
     """A step of some ranks; figures are of the mean rank."""
 
     steps: tuple[RecordedStep, ...]
@@ -104,8 +104,8 @@ def _extents(kernel: Kernel) -> str:
 class StepComparison:
     """A measured and a simulated step of the same ranks."""
 
-    measured: Side
-    simulated: Side
+    measured: ComparedSide
+    simulated: ComparedSide
 
     @property
     def error(self) -> float:

@@ -32,7 +32,7 @@ IDLE = ("launches", "synchronisation", "idle")
 PARTS = (*dict.fromkeys(PART_OF_FAMILY.values()), *COMMUNICATION, *IDLE)
 
 
-class Segment(NamedTuple):
+class StepSegment(NamedTuple):
     """A time of one part."""
 
     begin: int
@@ -58,21 +58,21 @@ class RecordedStep:
         return self.end - self.begin
 
     @cached_property
-    def segments(self) -> list[Segment]:
+    def segments(self) -> list[StepSegment]:
         """The step from begin to end, without gaps."""
         computing = [
-            Segment(kernel.start, kernel.end, PART_OF_FAMILY[kernel.family])
+            StepSegment(kernel.start, kernel.end, PART_OF_FAMILY[kernel.family])
             for kernel in self.kernels
             if kernel.comm is None and kernel.family in PART_OF_FAMILY
         ]
-        sent: list[Segment] = []
-        waited: list[Segment] = []
+        sent: list[StepSegment] = []
+        waited: list[StepSegment] = []
         for kernel in self.kernels:
             if kernel.comm is not None:
                 begin = kernel.end - transfer_of(kernel)
-                sent.append(Segment(begin, kernel.end, COMMUNICATION[0]))
-                waited.append(Segment(kernel.start, begin, COMMUNICATION[1]))
-        gaps, found = [Segment(self.begin, self.end, "")], list[Segment]()
+                sent.append(StepSegment(begin, kernel.end, COMMUNICATION[0]))
+                waited.append(StepSegment(kernel.start, begin, COMMUNICATION[1]))
+        gaps, found = [StepSegment(self.begin, self.end, "")], list[StepSegment]()
         for layer in (computing, sent, waited):
             placed, gaps = _fill(gaps, layer)
             found += placed
@@ -87,7 +87,7 @@ class RecordedStep:
             sums[part] += end - begin
         return sums
 
-    def _idle(self, gaps: Iterable[Segment]) -> Iterator[Segment]:
+    def _idle(self, gaps: Iterable[StepSegment]) -> Iterator[StepSegment]:
         """Times in which nothing runs, by what the next kernel waited for."""
         kernels = self.trace.kernels
         starts, delay = [kernel.start for kernel in kernels], launch_delay(self.trace)
@@ -96,16 +96,16 @@ class RecordedStep:
             at = bisect_left(starts, end)
             call = kernels[at].call if at < len(kernels) else None
             if at == len(kernels):  # nothing follows: the host has launched all
-                yield Segment(begin, end, "launches")
+                yield StepSegment(begin, end, "launches")
                 continue
             launched = min(end, max(begin, call.start + delay)) if call else begin
             if call is not None and launched > begin:
                 ends = waits.get(call.thread, [])
                 before = bisect_right(ends, call.start)
                 waited = before > 0 and ends[before - 1] >= begin
-                yield Segment(begin, launched, "synchronisation" if waited else "launches")
+                yield StepSegment(begin, launched, "synchronisation" if waited else "launches")
             if end > launched:
-                yield Segment(launched, end, "idle")
+                yield StepSegment(launched, end, "idle")
 
 
 def transfer_of(kernel: Kernel) -> int:
@@ -136,13 +136,15 @@ def _host_waits(trace: RankTrace) -> dict[str, list[int]]:
     return {thread: sorted(times) for thread, times in ends.items()}
 
 
-def _fill(gaps: Sequence[Segment], layer: Iterable[Segment]) -> tuple[list[Segment], list[Segment]]:
+def _fill(
+    gaps: Sequence[StepSegment], layer: Iterable[StepSegment]
+) -> tuple[list[StepSegment], list[StepSegment]]:
     """Place segments in gaps: those that were placed, and the gaps that are left.
 
     Of segments that overlap, the first to begin has the time.
     """
-    placed: list[Segment] = []
-    rest: list[Segment] = []
+    placed: list[StepSegment] = []
+    rest: list[StepSegment] = []
     at, cursor = 0, 0
     position = gaps[0].begin if gaps else 0
     for begin, end, part in sorted(layer):
@@ -154,20 +156,20 @@ def _fill(gaps: Sequence[Segment], layer: Iterable[Segment]) -> tuple[list[Segme
             low, high = max(begin, position), min(end, gap.end)
             if high > low:
                 if low > position:
-                    rest.append(Segment(position, low, ""))
-                placed.append(Segment(low, high, part))
+                    rest.append(StepSegment(position, low, ""))
+                placed.append(StepSegment(low, high, part))
                 position = high
             if end < gap.end:
                 break
             if gap.end > position:
-                rest.append(Segment(position, gap.end, ""))
+                rest.append(StepSegment(position, gap.end, ""))
             at += 1
             begin = max(begin, gap.end)
             position = gaps[at].begin if at < len(gaps) else position
     for gap in gaps[at:]:
         low = max(position, gap.begin)
         if gap.end > low:
-            rest.append(Segment(low, gap.end, ""))
+            rest.append(StepSegment(low, gap.end, ""))
     return placed, rest
 
 

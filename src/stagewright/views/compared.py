@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from stagewright.numbers import duration, plural, spans
-from stagewright.recorded.compare import Side, StepComparison, Total
+from stagewright.recorded.compare import ComparedSide, StepComparison, Total
 from stagewright.recorded.rank import FAMILIES
 from stagewright.recorded.steps import COMMUNICATION, IDLE
 from stagewright.texttable import Table
@@ -83,7 +83,7 @@ def _first(table: Table, limit: int | None) -> Table:
     return Table(f"{table.title} (first {limit} of {len(table)})", columns, table.units)
 
 
-def describe(side: Side) -> str:
+def describe(side: ComparedSide) -> str:
     """Ranks, device and step of a recording."""
     first = side.steps[0]
     trace, ranks = first.trace, [step.trace.rank for step in side.steps]

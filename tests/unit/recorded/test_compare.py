@@ -7,7 +7,7 @@ import pytest
 
 import stagewright as sw
 from stagewright.api.compared import Comparison, simulated_traces
-from stagewright.recorded.compare import Side, StepComparison
+from stagewright.recorded.compare import ComparedSide, StepComparison
 from stagewright.recorded.rank import RankTrace
 from stagewright.recorded.steps import recorded_steps
 from stagewright.run.sections.cluster import ClusterSection
@@ -23,7 +23,7 @@ def step():
 
 
 def side(traces):
-    return Side(tuple(recorded_steps(traces)))
+    return ComparedSide(tuple(recorded_steps(traces)))
 
 
 def difference(step, change, ranks=RANKS):
