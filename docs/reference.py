@@ -69,9 +69,9 @@ def cli() -> str:
     """Every command, its arguments, options and examples."""
     from stagewright.cli import main as cli
     from stagewright.cli.main import EXAMPLES
+    from stagewright.launch.names import OTHERS
+    from stagewright.run.other_names import SWITCHES
     from stagewright.run.sections import EXPERIMENT
-    from stagewright.run.sections.foreign import OTHERS
-    from stagewright.run.sections.other_names import SWITCHES
 
     shared = {*EXPERIMENT, *SWITCHES, *OTHERS}
     parts = [

@@ -11,7 +11,7 @@ from stagewright.errors import UserError
 from stagewright.launch import files as launch
 from stagewright.launch.reading import LaunchFile
 from stagewright.run.experiment import Experiment
-from stagewright.run.sections.other_names import setting_of
+from stagewright.run.other_names import setting_of
 from stagewright.run.settings import Run
 from stagewright.time.hardware import resolve
 from stagewright.trace import recorded

@@ -18,9 +18,9 @@ from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import plural
 from stagewright.run.experiment import Experiment, section_of
+from stagewright.run.other_names import setting_of
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.cluster import ClusterSection
-from stagewright.run.sections.other_names import setting_of
 from stagewright.run.sections.serving import (
     OF_ONE_STEP,
     SERVING,

@@ -18,10 +18,10 @@ from stagewright.lower.compile import compile as compile_run
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.program.columns import Program
 from stagewright.run.experiment import filled, with_settings
+from stagewright.run.other_names import setting_of, translate
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
-from stagewright.run.sections.other_names import setting_of, translate
 from stagewright.texttable import Table
 from stagewright.time.durations import task_seconds
 from stagewright.time.hardware import Hardware

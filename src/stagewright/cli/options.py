@@ -155,10 +155,9 @@ def search_settings(command: _Command) -> _Command:
 def _of_experiment(
     common: frozenset[str], option_of: Callable[[Setting], SectionOption]
 ) -> list[click.Parameter]:
+    from stagewright.launch.names import OTHERS, Without
+    from stagewright.run.other_names import SWITCHES
     from stagewright.run.sections import EXPERIMENT, SETTINGS
-    from stagewright.run.sections.declare import Without
-    from stagewright.run.sections.foreign import OTHERS
-    from stagewright.run.sections.other_names import SWITCHES
 
     machine = [option_of(of) for name, of in EXPERIMENT.items() if name not in SETTINGS]
     options = [*machine, *map(option_of, SETTINGS.values())]

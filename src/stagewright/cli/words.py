@@ -35,7 +35,7 @@ def read_words(
     name replaces its first value, since scripts append to a common line; but not in a search,
     where both values may be meant.
     """
-    from stagewright.run.sections.foreign import FOREIGN, IGNORED, canonical
+    from stagewright.launch.names import FOREIGN, IGNORED, canonical
 
     options, searches = options_of(command), _searches(command)
     remaining, kept = list(words), list[str]()
@@ -143,7 +143,7 @@ def _check_argument(word: str, command: click.Command) -> None:
 
 def _describe_refused(refused: Mapping[str, str]) -> str:
     """Refused options with what to use instead; those of the model together."""
-    from stagewright.run.sections.foreign import OF_MODEL
+    from stagewright.launch.names import OF_MODEL
 
     of_model = [name for name, text in refused.items() if text == OF_MODEL]
     texts = [f"{name}: {text}" for name, text in refused.items() if text != OF_MODEL]
@@ -167,7 +167,7 @@ def no_such_option(
     name: str, command: click.Command, group: Mapping[str, click.Command] | None = None
 ) -> str:
     """Error for an option that a command lacks; other commands of `group` may have it."""
-    from stagewright.run.sections.foreign import FOREIGN, canonical
+    from stagewright.launch.names import FOREIGN, canonical
 
     if owners := [title for title, of in (group or {}).items() if name in options_of(of)]:
         return f"no such option {name}; it is an option of {', '.join(owners)}"

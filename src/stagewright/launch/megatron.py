@@ -18,9 +18,9 @@ from typing import Any
 
 from stagewright.errors import UserError
 from stagewright.launch import reading as reads
-from stagewright.launch.reading import LaunchFile, LaunchSource, Line, Tool
+from stagewright.launch.reading import Flag, LaunchFile, LaunchSource, Line, Tool, parse
 from stagewright.launch.shell import ShellCommand, shown, unknown_names
-from stagewright.launch.tables import Flag, canonical, parse, table, value_of
+from stagewright.launch.tables import canonical, table, value_of
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import LETTERS, StateSpace, Vision, shortest
 from stagewright.model.presets import PRESETS

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from stagewright.errors import UserError, either
 from stagewright.launch.shell import Script, ShellCommand, shown, unknown_names
-from stagewright.launch.tables import Flag, FlagRow, value_of
+from stagewright.launch.tables import NUMBER, FlagRow, canonical, value_of
 from stagewright.model.config import ModelConfig
 from stagewright.texttable import Table
+
+
+class Flag(NamedTuple):
+    """A flag of a command line with its values; no row: a flag that the table lacks."""
+
+    name: str
+    values: tuple[str, ...]
+    row: FlagRow | None
+
+    @property
+    def text(self) -> str:
+        """The values as the script has them."""
+        return " ".join(map(shown, self.values))
 
 
 class Line(NamedTuple):
@@ -106,6 +119,55 @@ class Tool(NamedTuple):
     read: Callable[[LaunchSource, ShellCommand], LaunchFile]
     marks: tuple[str, ...] = ()
     """Words of which a file of data has one; empty: the tool has no such files."""
+
+
+def parse(words: Sequence[str], tables: Iterable[Mapping[str, FlagRow]]) -> Iterator[Flag]:
+    """Flags of a command line; words that belong to none are passed over.
+
+    A flag that no table has takes the words up to the next one.
+    """
+    rows: dict[str, FlagRow] = {}
+    for more in tables:
+        rows |= {name: row for name, row in more.items() if name not in rows}
+    i = 0
+    while i < len(words):
+        word, i = words[i], i + 1
+        if not _is_flag(word):
+            continue
+        name, equals, value = word.partition("=")
+        row = _row(rows, canonical(name))
+        if equals:
+            yield Flag(name, (value,), row)
+            continue
+        most = _MOST.get(row.values) if row else None
+        most = int(row.values) if row and row.values.isdigit() else most
+        count = 0
+        while i + count < len(words) and count != most:
+            following = words[i + count]
+            if _is_flag(following) and not (row and row.values == "1" and count == 0 and
+                                            NUMBER.fullmatch(following)):  # fmt: skip
+                break
+            count += 1
+        yield Flag(name, tuple(words[i : i + count]), row)
+        i += count
+
+
+def _row(rows: Mapping[str, FlagRow], name: str) -> FlagRow | None:
+    """Row of a flag; `--no-x` switches off what `x` is, which may mean nothing here, too."""
+    if name in rows:
+        return rows[name]
+    positive = rows.get(name.removeprefix("no_"))
+    if positive and positive.ours == "-":
+        return positive._replace(values="0")
+    beginnings = (row for key, row in rows.items() if key[-1] == "*" and name.startswith(key[:-1]))
+    return next(beginnings, None)
+
+
+_MOST = {"0-1": 1}
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and len(word) > 1 and not NUMBER.fullmatch(word)
 
 
 def known(reading: LaunchFile, flag: Flag, text: str) -> str:

@@ -11,11 +11,11 @@ from typing import Any, cast
 from stagewright.errors import UserError, did_you_mean
 from stagewright.files import from_yaml, manifest_head, read_text
 from stagewright.launch import files as launch
+from stagewright.launch.names import canonical
 from stagewright.model import json as model_json
 from stagewright.model.config import ModelConfig
+from stagewright.run.other_names import SAME, Pending, is_setting_name, translate
 from stagewright.run.sections import EXPERIMENT, SECTIONS
-from stagewright.run.sections.foreign import canonical
-from stagewright.run.sections.other_names import SAME, Pending, is_setting_name, translate
 from stagewright.run.validation import hint_of_setting
 
 _SETTINGS_TOO = EXPERIMENT.keys() | {"model"}

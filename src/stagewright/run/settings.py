@@ -25,6 +25,7 @@ from pydantic import BaseModel, ValidationError, field_validator, model_validato
 
 from stagewright.errors import UserError
 from stagewright.files import refuse_half_characters
+from stagewright.launch.names import OTHERS
 from stagewright.model.architecture import LIMITS
 from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig
@@ -32,13 +33,12 @@ from stagewright.printable import printable
 from stagewright.run import lengths
 from stagewright.run import requests as serving
 from stagewright.run.files import is_manifest, read_settings, settings_of
+from stagewright.run.other_names import Pending
 from stagewright.run.pipeline_split import compute_split, even_split, layout_split, split_with_ends
 from stagewright.run.requests import ranks_of_text, read_prefill
 from stagewright.run.sections import EXPERIMENT, SETTINGS, Settings, frameworks
 from stagewright.run.sections.declare import DEGREES, as_lists, setting_in_words, text_of
-from stagewright.run.sections.foreign import OTHERS
 from stagewright.run.sections.inference import PrefillRanks
-from stagewright.run.sections.other_names import Pending
 from stagewright.run.validation import invalid
 from stagewright.schedule import schedules
 from stagewright.schedule.generators import equal_group

@@ -10,10 +10,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from stagewright.errors import UserError, did_you_mean, hint_of_thousands
+from stagewright.launch.names import FOREIGN, canonical
+from stagewright.run.other_names import SAME
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.declare import BYTES, Setting
-from stagewright.run.sections.foreign import FOREIGN, canonical
-from stagewright.run.sections.other_names import SAME
 from stagewright.run.sections.serving import SERVING
 
 

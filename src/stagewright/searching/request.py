@@ -12,13 +12,13 @@ from typing import Any
 
 from stagewright.errors import UserError
 from stagewright.launch import files as launch
+from stagewright.launch.names import canonical
 from stagewright.model.catalog import resolve as resolve_model
 from stagewright.model.config import ModelConfig
 from stagewright.run.experiment import Experiment
 from stagewright.run.files import flat, is_manifest, read_settings, recorded_model
+from stagewright.run.other_names import is_setting_name, setting_of
 from stagewright.run.sections import EXPERIMENT
-from stagewright.run.sections.foreign import canonical
-from stagewright.run.sections.other_names import is_setting_name, setting_of
 from stagewright.run.settings import usual_batch
 from stagewright.run.training_rules import MOST_RANKS
 from stagewright.searching.constraints import check_value

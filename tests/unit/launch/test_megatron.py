@@ -212,8 +212,8 @@ def test_tables_are_consistent() -> None:
     """Rows name settings that there are, or say why there is none."""
     from stagewright.launch.tables import table
     from stagewright.model.architecture import Architecture
+    from stagewright.run.other_names import is_setting_name
     from stagewright.run.sections import EXPERIMENT
-    from stagewright.run.sections.other_names import is_setting_name
 
     fields = {*Architecture.__dataclass_fields__, "name"}
     for row in table("megatron").values():

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 import stagewright as sw
+from stagewright.launch.names import REMAT_POLICIES
 from stagewright.program.columns import PHASES, RankClass, TaskKind
-from stagewright.run.sections.foreign import REMAT_POLICIES
-from stagewright.run.sections.other_names import translate
+from stagewright.run.other_names import translate
 
 B, S, M, F, D, HEADS, GROUPS = 2, 1024, 4096, 14336, 128, 32, 8
 TOKENS = B * S

@@ -19,7 +19,6 @@ class AdapterSection:
         "lora_rank, besides adapters.",
         unset="all; with lora_rank the adapters alone",
         elsewhere="nothing trains",
-        names=("modules-to-save",),
         metavar="LIST",
     )
     freeze: tuple[Text, ...] | None = of_training(
@@ -43,34 +42,29 @@ class AdapterSection:
         None,
         "Rank of low-rank adapters (LoRA); the weights of the model are frozen.",
         unset="no adapters",
-        names=("lora-r", "peft-dim"),
         **_ADAPTER,
     )
     lora_alpha: Factor | None = of_training(
         None,
         "Scale of adapters: lora_alpha / lora_rank.",
         unset="lora_rank",
-        names=("peft-alpha",),
         **_ADAPTER,
     )
     lora_dropout: Rate = of_training(
         0.0,
         "Dropout on the input of adapters.",
-        names=("peft-dropout",),
         **_ADAPTER,
     )
     lora_target_modules: tuple[Text, ...] = of_training(
         ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
         "Linear layers with adapters, in names of Megatron-LM or Hugging Face; linear_qkv is one, "
         "q_proj,k_proj,v_proj are three.",
-        names=("target-modules",),
         metavar="LIST",
         **_ADAPTER,
     )
     lora_all_to_all: Switch = of_training(
         False,
         "Row-parallel adapters exchange results by all-to-all instead of all-gather.",
-        names=("a2a-experimental",),
         **_ADAPTER,
     )
     """`a2a_experimental` of Megatron-Bridge's LoRA (src/megatron/bridge/peft/lora.py)."""

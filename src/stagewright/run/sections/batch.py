@@ -17,7 +17,6 @@ class BatchSection:
         "Tokens of a sequence.",
         unset="the model's longest, at most 8192",
         elsewhere=_LENGTHS,
-        names=("training.seq_len",),
     )
     decoder_seq_length: Count | None = of_training(
         None,
@@ -38,14 +37,12 @@ class BatchSection:
         1,
         "Sequences of a microbatch on each rank of dp.",
         elsewhere="use batch_size",
-        names=("parallelism.pipeline_parallel_microbatch_size",),
     )
     global_batch_size: Count | None = of_training(
         None,
         "Sequences of a step.",
         unset="micro-batch-size * dp * pp, or twice that if the schedule needs it",
         elsewhere="use batch_size",
-        names=("training.global_batch_size",),
     )
     schedule: Text | None = of_training(
         None,
@@ -54,7 +51,6 @@ class BatchSection:
         unset="1f1b; with vpp, interleaved",
         elsewhere="a pipeline runs its microbatches in turn",
         metavar="NAME",
-        switches={"use-interlaced-schedule": "interlaced"},
     )
     microbatch_group_size_per_vp_stage: Count | None = of_training(
         None,
@@ -62,7 +58,6 @@ class BatchSection:
         " as a group.",
         unset="pp; torchtitan: equal groups of pp or a few more",
         elsewhere="a pipeline rank holds one stage",
-        names=("microbatch-group-size-per-virtual-pipeline-stage",),
     )
     layers_per_stage: tuple[Number, ...] | None = setting(
         None,
@@ -81,8 +76,6 @@ class BatchSection:
         idle=(idle_axes("pp"),),
         elsewhere="layers are split evenly",
         habits={"torchtitan": 1},
-        names=("parallelism.pipeline_parallel_first_stage_less_layers",),
-        switches={"account-for-embedding-in-pipeline-split": 1},
     )
     last_stage_less_layers: Number = of_training(
         0,
@@ -90,8 +83,6 @@ class BatchSection:
         idle=(idle_axes("pp"),),
         elsewhere="layers are split evenly",
         habits={"torchtitan": 1},
-        names=("parallelism.pipeline_parallel_last_stage_less_layers",),
-        switches={"account-for-loss-in-pipeline-split": 1},
     )
     streams: Literal["one", "separate"] = setting(
         "one",

@@ -49,7 +49,6 @@ class ClusterSection:
     stragglers: Mapping[int, Factor] | None = setting(
         None,
         "Slow rank: its kernels take F times as long; may be repeated.",
-        names=("straggler",),
         metavar="RANK=F",
     )
     durations: Text | None = setting(
@@ -98,7 +97,6 @@ class ClusterSection:
     async_checkpoint: Switch = setting(
         False,
         "Train on while a checkpoint is stored, after its copy to the memory of the host.",
-        names=("async_save",),
         modes=TRAINING,
     )
     replica_recovery: Seconds | None = setting(

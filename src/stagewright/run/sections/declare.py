@@ -20,6 +20,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from stagewright.errors import either
+from stagewright.launch.names import other_names
 
 LARGEST = 2**31
 """No setting is larger: columns of the program index with 32 bits."""
@@ -125,13 +126,6 @@ Switch = Annotated[bool, Exactly("bool")]
 Text = Annotated[str, Exactly("str")]
 
 
-@dataclass(frozen=True, slots=True)
-class Without:
-    """Said of a set by a switch: that it lacks this item."""
-
-    item: str
-
-
 # ---- declarations --------------------------------------------------------------------------------
 
 
@@ -228,7 +222,13 @@ def of_inference(default: _Value, help: str, **declared: Any) -> _Value:
 def settings_of(section: type, key: str) -> tuple[Setting, ...]:
     """The settings that a section declares, in order; `key` is the section's name in run files."""
     return tuple(
-        replace(of.metadata["setting"], name=of.name, kind=_kind(of.type), section=key)
+        replace(
+            of.metadata["setting"],
+            name=of.name,
+            kind=_kind(of.type),
+            section=key,
+            **other_names(of.name)._asdict(),
+        )
         for of in fields(section)
         if "setting" in of.metadata
     )

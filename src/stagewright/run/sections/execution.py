@@ -9,7 +9,6 @@ from stagewright.run.sections.declare import (
     Number,
     Seconds,
     Switch,
-    Without,
     idle_axes,
     of_inference,
     setting,
@@ -41,7 +40,6 @@ class Execution:
         frozenset(),
         "Axes whose communication does not overlap with kernels: tp,cp,ep,dp,pp.",
         metavar="LIST",
-        switches={"overlap-grad-reduce": Without("dp")},
     )
     prefetch: Number = setting(
         1,
@@ -58,7 +56,6 @@ class Execution:
         False,
         "Split tp's collectives into chunks that overlap with the adjacent matrix products.",
         idle=({"tp": 1}, {"sequence_parallel": False}),
-        names=("parallelism.enable_async_tensor_parallel",),
     )
     """Megatron-LM's name; PyTorch's async TP. Durations follow it (`durations.task_seconds`)."""
     overlap_moe_expert_parallel_comm: Switch = setting(
@@ -84,14 +81,6 @@ class Execution:
         None,
         "Kernel launches by the host: eager, blocking, compiled, CUDA graphs, or free (ahead).",
         unset="eager; compile with torchtitan and in prefill; cuda_graph in decode",
-        names=("cuda-graph-impl",),
-        same_words={
-            "none": "eager",
-            "local": "cuda_graph",
-            "transformer_engine": "cuda_graph",
-            "full_iteration": "cuda_graph",
-        },
-        switches={"enforce-eager": "eager"},
     )
     """vLLM's `--enforce-eager`, torchtitan's `compile`, Megatron-LM's `--cuda-graph-impl`; see
     `time.simulate.launches`."""
@@ -100,7 +89,6 @@ class Execution:
         "Modules of each layer that are CUDA graphs; other kernels are launched one by one.",
         unset="the whole step is one graph",
         metavar="LIST",
-        names=("cuda-graph-scope",),
     )
     """Megatron-LM's words: attn, mlp, mamba, moe_router, moe_preprocess, moe. attn, mlp and mamba
     each stand for all of a layer but its router and experts. Needs launch mode `cuda_graph`."""

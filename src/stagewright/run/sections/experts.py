@@ -16,7 +16,6 @@ class ExpertSection:
         "alltoall",
         "Dispatch tokens to experts by all-to-all, or all-gather all tokens.",
         elsewhere="copies go to their experts",
-        words={"flex": "alltoall, and --moe-flex-dispatcher for its time"},
     )
     moe_apply_probs: Literal["experts", "input", "output"] | None = of_training(
         None,

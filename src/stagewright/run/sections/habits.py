@@ -35,7 +35,6 @@ class HabitSection:
         unset="mixed precision with a master copy in fp32",
         elsewhere="use weight_precision",
         habits={"torchtitan": "fp32"},
-        names=("training.dtype",),
     )
     """torchtitan's `training.dtype`. None: parameters as computed with, all else in fp32 with a
     master copy (Megatron-LM's mixed precision)."""

@@ -77,7 +77,6 @@ class InferenceSection:
         None,
         "Decode: output tokens of a request, which give requests per second.",
         unset="unknown",
-        names=("osl",),
     )
     source_length: Count | None = of_inference(
         None,
@@ -97,18 +96,12 @@ class InferenceSection:
         None,
         "Storage of the layers' matrices, with scales; fp8 and nvfp4 also multiply in that format.",
         unset="the checkpoint's quantization_config, else precision",
-        names=("quantization",),
         of_requests=True,
     )
     kv_cache_dtype: Literal["bf16", "fp8", "fp32"] | None = of_inference(
         None,
         "Data type of the KV cache.",
         unset="the checkpoint's quantization_config, else precision",
-        same_words={"auto": None, "bfloat16": "bf16", "fp8_e4m3": "fp8"},
-        words={
-            "float16": "bf16, which takes the bytes of float16",
-            "fp8_e5m2": "fp8, which takes the bytes of fp8_e5m2",
-        },
         of_requests=True,
     )
     kv_cache: Literal["paged", "contiguous"] = of_inference(
@@ -119,7 +112,6 @@ class InferenceSection:
     kv_block_size: Count = of_inference(
         16,
         "Tokens per block of the paged cache; a request's last block counts as full.",
-        names=("block-size",),
         of_requests=True,
     )
     max_model_len: Count | None = of_inference(

@@ -23,8 +23,6 @@ class MemorySection:
         "none",
         "Activations that the backward pass recomputes.",
         elsewhere=NO_BACKWARD,
-        names=("recompute-granularity",),
-        switches={"recompute-activations": "selective"},
     )
     recompute_modules: tuple[Literal["core_attn", "norm", "activation"], ...] = of_training(
         ("core_attn",),

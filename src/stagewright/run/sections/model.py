@@ -25,10 +25,10 @@ class ModelSection:
         of_requests=True,
     )
     layers: Count | None = setting(
-        None, "Number of layers, in place of the model's.", names=("num-layers",), of_requests=True
+        None, "Number of layers, in place of the model's.", of_requests=True
     )
     vocab: Count | None = setting(
-        None, "Vocabulary size, in place of the model's.", names=("vocab-size",), of_requests=True
+        None, "Vocabulary size, in place of the model's.", of_requests=True
     )
     make_vocab_size_divisible_by: Count = setting(
         1,

@@ -26,59 +26,39 @@ class ParallelismSection:
     tp: Count = setting(
         1,
         "Tensor parallelism: ranks that split every layer.",
-        names=(
-            "tensor-model-parallel-size",
-            "tensor-parallel-size",
-            "parallelism.tensor_parallel_degree",
-        ),
-        short="-tp",
     )
     cp: Count = setting(
         1,
         "Context parallelism: ranks that split the sequence.",
-        names=("context-parallel-size", "parallelism.context_parallel_degree"),
     )
     dp: Count = setting(
         1,
         "Data parallelism: ranks that split the batch.",
-        names=("data-parallel-size",),
-        short="-dp",
     )
     pp: Count = setting(
         1,
         "Pipeline parallelism: ranks that split the layers.",
-        names=(
-            "pipeline-model-parallel-size",
-            "pipeline-parallel-size",
-            "parallelism.pipeline_parallel_degree",
-        ),
-        short="-pp",
     )
     dcp: Count | None = of_inference(
         None,
         "Inference: ranks of cp and tp that shard the KV cache of a request by token.",
         unset="cp",
-        names=("decode-context-parallel-size",),
-        short="-dcp",
     )
     """Those of cp first, then ranks of tp that would hold copies. dcp does not add to the world
     size."""
     ep: Count = setting(
         1,
         "Expert parallelism over ranks of tp, cp and dp; not a factor of the world size.",
-        names=("expert-model-parallel-size", "parallelism.expert_parallel_degree"),
     )
     etp: Count | None = setting(
         None,
         "Tensor parallelism inside an expert.",
         unset="tp; in inference with ep, 1",
-        names=("expert-tensor-parallel-size", "parallelism.expert_tensor_parallel_degree"),
     )
     vpp: Count = of_training(
         1,
         "Virtual pipeline stages of each pipeline rank.",
         elsewhere="a pipeline rank holds one stage",
-        names=("num-virtual-stages-per-pipeline-rank",),
     )
     dp_shard: Count | None = of_training(
         None,
@@ -91,8 +71,6 @@ class ParallelismSection:
         "Sharded over dp: 1 optimizer states, 2 also gradients, 3 also parameters (FSDP).",
         idle=(idle_axes("dp", "cp"),),
         elsewhere=WHOLE_WEIGHTS,
-        names=("zero-stage",),
-        switches={"use-distributed-optimizer": 1, "use-megatron-fsdp": 3, "use-torch-fsdp2": 3},
     )
     reshard_after_forward: Switch = of_training(
         True,
@@ -121,5 +99,4 @@ class ParallelismSection:
         "Numbering of ranks: degrees, the fastest first.",
         metavar="DEGREES",
         of_requests=True,
-        switches={"use-tp-pp-dp-mapping": "tp-cp-ep-pp-dp"},
     )

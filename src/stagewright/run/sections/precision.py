@@ -19,12 +19,6 @@ class PrecisionSection:
     precision: Literal["bf16", "fp32", "fp8", "nvfp4", "int8"] = setting(
         "bf16",
         "Data type of the computation; fp8, nvfp4 and int8 apply to the layers' matrix products.",
-        names=("dtype",),
-        switches={"bf16": "bf16"},
-        words=dict.fromkeys(
-            ("float16", "half"), "bf16, which takes the time and the bytes of fp16"
-        ),
-        same_words={"auto": "bf16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"},
         of_requests=True,
     )
     fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"] | None = (
@@ -75,7 +69,6 @@ class PrecisionSection:
         True,
         "Compute attention as one kernel.",
         elsewhere="attention over a cache is one kernel",
-        names=("use-flash-attn",),
     )
     fuse: Switch = setting(
         True,

@@ -24,8 +24,8 @@ _OF_STEPS = (
 
 def without_serving(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a search for the best step; UserError if one of serving is given."""
+    from stagewright.launch.names import OTHERS
     from stagewright.run.sections import EXPERIMENT
-    from stagewright.run.sections.foreign import OTHERS
     from stagewright.run.sections.serving import SERVING
 
     own = ({*SERVING} - {*EXPERIMENT} - {*OTHERS}) | {"attainment", "pairs"}

@@ -25,7 +25,6 @@ class EngineSection:
     instances: Annotated[int, whole(1, 100_000)] = setting(
         1,
         "Instances, each with all ranks of the layout.",
-        names=("decode-instances", "decode-workers"),
     )
     router: Text = setting(
         "round_robin",
@@ -118,5 +117,4 @@ class EngineSection:
         None,
         "Number of blocks of the KV cache.",
         unset="all that fit",
-        names=("num-gpu-blocks-override",),
     )

@@ -17,7 +17,6 @@ class PoolSection:
         None,
         "Number of prefill instances (disaggregated serving); --instances then decode.",
         unset="none",
-        names=("prefill-workers",),
     )
     prefill: Text | None = setting(
         None,

@@ -74,44 +74,38 @@ class WorkloadSection:
         None,
         "Requests (or sessions) per second; inf: all at once.",
         metavar="R",
-        names=("request-rate",),
     )
     concurrency: Count | None = setting(
         None,
         "Maximum requests (or sessions) in flight. Without --rate a closed loop: a "
         "user's next request follows the answer.",
-        names=("max-concurrency",),
     )
     isl: Count | None = setting(
         None,
         "Input sequence length (tokens); of sessions, of each question.",
-        names=("input-len", "random-input-len", "synthetic-input-tokens-mean"),
     )
     osl: Count | None = setting(
         None,
         "Output sequence length (tokens).",
-        names=("output-len", "random-output-len", "output-tokens-mean"),
     )
     num_requests: Count | None = setting(
         None,
         "Number of requests, or of sessions.",
         unset="1000; a trace: all",
-        names=("num-prompts", "request-count"),
     )
     range_ratio: Share = setting(1.0, "Lengths are uniform in [X, 1] times isl and osl.")
     arrival: Literal["poisson", "gamma", "constant"] = setting(
-        "poisson", "Arrival process of --rate.", names=("arrival-pattern",)
+        "poisson",
+        "Arrival process of --rate.",
     )
     burstiness: Positive = setting(
         1.0,
         "Shape of gamma arrivals: below 1 in bursts, 1 is Poisson.",
-        names=("arrival-smoothness",),
     )
     burst_size: Count = setting(1, "Requests that arrive at the same time.")
     turns: Count = setting(
         1,
         "Turns of a session; each prompt contains the turns before.",
-        names=("session-turns-mean",),
     )
     think_time: Seconds = setting(
         0.0, "Mean time between an answer and the next question.", metavar="TIME"
@@ -119,7 +113,6 @@ class WorkloadSection:
     system_prompt: Number = setting(
         0,
         "Tokens of a prefix that all sessions share.",
-        names=("random-prefix-len", "shared-system-prompt-length"),
     )
     prefix_cache_hit_rate: Share = setting(
         0.0,
@@ -140,7 +133,6 @@ class WorkloadSection:
         10.0,
         "Longest pause between two requests of an agent, of a trace in Weka's format.",
         metavar="TIME",
-        names=("trace-idle-gap-cap-seconds",),
     )
     trajectory_start_max_ratio: Share = setting(
         0.0,
@@ -149,7 +141,8 @@ class WorkloadSection:
     )
     speed: Positive = setting(1.0, "Speed-up of a trace's arrivals.")
     seed: Number = setting(
-        0, "Random seed; the same seed gives identical output.", names=("random-seed",)
+        0,
+        "Random seed; the same seed gives identical output.",
     )
     whole_run: Switch = setting(False, "Measure the whole run, ramp and drain included.")
     ttft: TtftLimit | None = setting(

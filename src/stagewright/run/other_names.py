@@ -15,15 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stagewright.errors import UserError, did_you_mean, either
-from stagewright.run.sections import EXPERIMENT
-from stagewright.run.sections.declare import Setting, Without, text_of
-from stagewright.run.sections.foreign import (
+from stagewright.launch.names import (
     OFFLOADED_POLICIES,
     OTHERS,
     REMAT_POLICIES,
     OtherName,
+    Without,
     canonical,
 )
+from stagewright.run.sections import EXPERIMENT
+from stagewright.run.sections.declare import Setting, text_of
 
 SPELLINGS: Mapping[str, OtherName] = {
     canonical(name): of for of in OTHERS.values() for name in (of.name, *of.names)

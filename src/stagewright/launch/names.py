@@ -1,0 +1,253 @@
+"""Names of other tools that are options here, too: for options, run files and keywords.
+
+They are rows of the tables of these tools. `OTHERS` say settings in other terms, with help; of
+`FOREIGN` nothing follows. Names are spelled as `canonical` has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+from stagewright.launch.tables import FlagRow, canonical, table, value_of
+
+TABLES = ("common", "megatron", "vllm", "torchtitan")
+"""Tables whose names are options here; of two rows of a name the first one counts."""
+
+
+class OtherName(NamedTuple):
+    """An option of another tool whose setting follows from its value and from other settings."""
+
+    name: str
+    """Name as a keyword, with underscores."""
+    flag: str
+    help: str
+    kind: type | tuple[str, ...]
+    """bool, int, str, or the words to choose from."""
+    makes: tuple[str, ...]
+    """The settings that follow."""
+    names: tuple[str, ...] = ()
+    """Other spellings of the option, without the dashes before them."""
+
+
+def _other(
+    flag: str, help: str, kind: type | tuple[str, ...], *makes: str, names: tuple[str, ...] = ()
+) -> OtherName:
+    return OtherName(canonical(flag), "--" + flag, help, kind, makes, names)
+
+
+_DOTS = ("qkv_proj", "out_proj", "mlpwi", "mlpwo")
+REMAT_POLICIES: Mapping[str, tuple[str, ...] | None] = {
+    "none": None,
+    "minimal": _DOTS,
+    "minimal_with_context": ("context", *_DOTS),
+    "save_dot_with_context_except_mlp": ("qkv_proj", "context", "out_proj"),
+    "save_dot_except_mlpwi": ("qkv_proj", "out_proj", "mlpwo"),
+    "save_dot_except_mlp": ("qkv_proj", "out_proj"),
+    "save_qkv_proj": ("qkv_proj",),
+    "save_out_proj": ("out_proj",),
+    "full": (),
+    "minimal_offloaded": _DOTS,
+    "qkv_proj_offloaded": ("qkv_proj",),
+}
+"""MaxText's policies (`Decoder.get_remat_policy`) and what each keeps; None: everything."""
+OFFLOADED_POLICIES = ("minimal_offloaded", "qkv_proj_offloaded")
+"""Policies that keep it in host memory."""
+
+OTHERS: Mapping[str, OtherName] = {
+    of.name: of
+    for of in (
+        _other(
+            "enable-expert-parallel",
+            "vLLM: ep over all ranks of tp, cp and dp, with etp=1.",
+            bool,
+            *("ep", "etp"),
+        ),
+        _other(
+            "num-layers-per-virtual-pipeline-stage",
+            "Megatron-LM: layers / (pp * vpp), which gives vpp.",
+            int,
+            "vpp",
+        ),
+        _other(
+            "parallelism.pipeline_parallel_layers_per_stage",
+            "torchtitan: the most layers of a virtual stage, which gives vpp.",
+            int,
+            "vpp",
+            names=("pipeline-parallel-layers-per-stage",),
+        ),
+        _other(
+            "decoder-first-pipeline-num-layers",
+            "Megatron-LM: layers of the first rank of pp; the others share the rest.",
+            int,
+            "layers_per_stage",
+        ),
+        _other(
+            "decoder-last-pipeline-num-layers",
+            "Megatron-LM: layers of the last rank of pp; the others share the rest.",
+            int,
+            "layers_per_stage",
+        ),
+        _other(
+            "pipeline-model-parallel-layout",
+            "Megatron-LM: virtual stages such as Et*3|(tt|)*29,t*3L, which give vpp, too.",
+            str,
+            *("vpp", "layers_per_stage"),
+        ),
+        _other(
+            "data-parallel-sharding-strategy",
+            "Megatron-LM's FSDP: stands for --zero 0, 1, 2 and 3.",
+            ("no_shard", "optim", "optim_grads", "optim_grads_params"),
+            "zero",
+        ),
+        _other(
+            "recompute-method",
+            "Megatron-LM: block recomputes the first --recompute-num-layers, uniform all layers.",
+            ("uniform", "block"),
+            "recompute_num_layers",
+        ),
+        _other(
+            "remat-policy",
+            "MaxText: stands for --recompute, --recompute-save and --recompute-save-on-host.",
+            tuple(REMAT_POLICIES),
+            *("recompute", "recompute_save", "recompute_save_on_host", "recompute_early_stop"),
+        ),
+        _other(
+            "isl",
+            "Input sequence length. Prefill: --prompt-length. Decode: --context-length is isl + "
+            "osl / 2, the mean while a request gets its tokens; with --prefill isl.",
+            int,
+            *("prompt_length", "context_length"),
+        ),
+        _other(
+            "parallelism.data_parallel_shard_degree",
+            "torchtitan: ranks of dp that share the parameters (zero=3); -1: all that are left.",
+            int,
+            *("dp", "dp_shard", "zero"),
+            names=("data-parallel-shard-degree",),
+        ),
+        _other(
+            "parallelism.data_parallel_replicate_degree",
+            "torchtitan: copies of the parameters, which multiply dp.",
+            int,
+            *("dp", "dp_shard"),
+            names=("data-parallel-replicate-degree",),
+        ),
+    )
+}
+"""Options of other tools by name."""
+
+# ---- settings by other names ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Without:
+    """Said of a set by a switch: that it lacks this item."""
+
+    item: str
+
+    def __str__(self) -> str:
+        return f"without {self.item}"
+
+
+class OtherNames(NamedTuple):
+    """What other tools call a setting and its values."""
+
+    names: tuple[str, ...]
+    short: str
+    """Its option of one dash in vLLM."""
+    switches: Mapping[str, Any]
+    """Options without a value that stand for one value, or a `Without`."""
+    words: Mapping[str, str]
+    """Values that a tool has and the setting has not, and what to use for each."""
+    same_words: Mapping[str, Any]
+    """Values that mean a value of the setting; None: what follows where it is not given."""
+
+
+@cache
+def _by_setting() -> Mapping[str, list[FlagRow]]:
+    rows: dict[str, list[FlagRow]] = {}
+    for tool in ("megatron", "vllm", "torchtitan", "common"):
+        for row in {id(row): row for row in table(tool).values()}.values():
+            if row.setting and not row.note:
+                rows.setdefault(row.setting, []).append(row)
+    return rows
+
+
+def other_names(setting: str) -> OtherNames:
+    """Names of a setting in other tools.
+
+    >>> other_names("tp").names
+    ('tensor-model-parallel-size', 'tensor-parallel-size', 'parallelism.tensor_parallel_degree')
+    """
+    names: list[str] = []
+    shorts: list[str] = []
+    switches: dict[str, Any] = {}
+    words: dict[str, str] = {}
+    same: dict[str, Any] = {}
+    for row in _by_setting().get(setting, ()):
+        constant = row.ours[len(setting) :]
+        if constant:
+            if row.values == "0":
+                given = Without(constant[1:]) if constant[0] == "-" else value_of(constant[1:])
+                switches[row.flag] = given
+            continue
+        ours = {value for value in row.words.values() if not value.startswith("!")}
+        if ours & {"true", "false", "-"}:
+            continue
+        first, *others = row.spellings
+        shorts += [name for name in others if name.startswith("-")]
+        if canonical(first) != setting:
+            names.append(first)
+        for theirs, value in row.words.items():
+            if value.startswith("!"):
+                words[theirs] = value[1:]
+            elif value not in ("?", "~", theirs) and "=" not in value:
+                same[theirs] = value or None
+    return OtherNames(tuple(names), "".join(shorts[:1]), switches, words, same)
+
+
+# ---- options of which nothing follows ------------------------------------------------------------
+
+OF_MODEL = "it belongs to the model; name a preset or a config.json"
+_NOTHING = "it changes nothing that Stagewright computes; drop it"
+
+
+@cache
+def _merged() -> Mapping[str, FlagRow]:
+    rows: dict[str, FlagRow] = {}
+    for tool in TABLES:
+        rows = {**table(tool), **rows}
+    return rows
+
+
+def _ignored() -> Mapping[str, int | None]:
+    """Options that change nothing that is computed, and how many values each takes; None: any.
+
+    A command line may have them; in run files and keywords they are refused.
+    """
+    rows = _merged().items()
+    return {
+        name: int(row.values) if row.values.isdigit() else 1 if row.values == "0-1" else None
+        for name, row in rows
+        if row.ours == "-"
+    }
+
+
+def _advice() -> Mapping[str, str]:
+    """What to say about an option that is none here, by name."""
+    texts: dict[str, str] = {}
+    for name, row in _merged().items():
+        if row.ours == "-":
+            texts[name] = _NOTHING
+        elif row.ours == "!":
+            texts[name] = row.note
+        elif row.ours.startswith("model."):
+            texts[name] = OF_MODEL
+    return texts
+
+
+IGNORED = _ignored()
+FOREIGN = _advice()
