@@ -48,6 +48,8 @@ SCHEDULES = {
     "torchtitan": ("1f1b", "interleaved", "zbv", "dualpipev"),
 }
 """Default schedules of frameworks."""
+PUBLISHED_RECIPE = "blockwise"
+"""Scaling of fine-grained MoEs that are published in fp8: DeepSeek-V3's, section 3.3 there."""
 FINE_GRAINED_SCHEDULES = ("dualpipe",)
 """Default schedules of fine-grained MoEs: DeepSeek-V3's, arXiv 2412.19437, section 3.2.1."""
 
@@ -81,16 +83,24 @@ def default_axes(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
     # The run's first, which is the one that remains where the setting has no effect.
     axes["cp_comm_type"] = (run.cp_comm_type, "p2p", "all_gather", "a2a")
     axes["recompute"] = ("none", "selective", "full")
+    fp8 = _published_in_fp8(model) and all(of.hardware.rate_of("fp8") is not None for of in fleets)
     if run.flash_attention:
-        axes["recompute_modules"] = (run.recompute_modules, _selective_modules(run, model))
+        recipe = run.fp8_recipe or (PUBLISHED_RECIPE if fp8 else None)
+        scaled = run.model_copy(update={"fp8_recipe": recipe})
+        axes["recompute_modules"] = (run.recompute_modules, _selective_modules(scaled, model))
     if model.top_k >= FINE_GRAINED:
         axes["schedule"] = (*axes["schedule"], *FINE_GRAINED_SCHEDULES)
         if run.moe_token_dispatcher_type == "alltoall":
             axes["moe_flex_dispatcher"] = (False, True)
-        published = model.quantization is not None and model.quantization.method == "fp8"
-        if published and all(fleet.hardware.rate_of("fp8") is not None for fleet in fleets):
-            axes |= {"precision": ("fp8",), "fp8_recipe": ("blockwise",)}
+        if fp8:
+            axes |= {"precision": ("fp8",), "fp8_recipe": (PUBLISHED_RECIPE,)}
     return axes
+
+
+def _published_in_fp8(model: ModelConfig) -> bool:
+    quantization = model.quantization
+    fine_grained = model.top_k >= FINE_GRAINED
+    return fine_grained and quantization is not None and quantization.method == "fp8"
 
 
 def _selective_modules(run: Run, model: ModelConfig) -> tuple[str, ...]:

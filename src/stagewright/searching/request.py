@@ -24,6 +24,7 @@ from stagewright.run.training_rules import MOST_RANKS
 from stagewright.searching.constraints import check_value
 from stagewright.searching.defaults import (
     HEADROOM,
+    PUBLISHED_RECIPE,
     default_axes,
     default_constraints,
     families_of,
@@ -280,8 +281,10 @@ def _with_defaults(
     axes |= {name: tuple(values) for name, values in tried.items() if name not in no_effect}
     if axes.get("precision") == ("fp8",) and "precision" not in fixed:
         notes.append("precision=fp8 is assumed, as published weights are; give --precision bf16")
-    if axes.get("fp8_recipe") == ("blockwise",) and "fp8_recipe" not in fixed:
-        notes.append("fp8_recipe=blockwise is assumed, as published weights are; give --fp8-recipe")
+    if axes.get("fp8_recipe") == (PUBLISHED_RECIPE,) and "fp8_recipe" not in fixed:
+        notes.append(
+            f"fp8_recipe={PUBLISHED_RECIPE} is assumed, as published weights are; give --fp8-recipe"
+        )
     notes += not_tried(run, axes, config)
     headroom = HEADROOM if run.mode == "train" and "memory_allowance" not in fixed else 0.0
     space = Space.of(base, fleets, axes, model, default_constraints(fixed), origins, headroom)

@@ -39,9 +39,9 @@ def test_published_weights_in_fp8_give_the_recipe(
     precision: str | None, recipes: tuple[str | None, ...]
 ):
     asked: dict[str, Any] = {"model": "deepseek-v3", "precision": precision}
-    assert (
-        search_request(asked, hardware=["h100-sxm"], gpus=512).space.axes["fp8_recipe"] == recipes
-    )
+    axes = search_request(asked, hardware=["h100-sxm"], gpus=512).space.axes
+    assert axes["fp8_recipe"] == recipes
+    assert axes["recompute_modules"] == (("core_attn",), ("norm",))
 
 
 def space(axes: dict[str, Any], gpus: int | None = 8, **settings: Any) -> Space:
