@@ -3,7 +3,7 @@
 `cases/` holds what programs of PyTorch 2.13 did on one rank under a fake process group and fake
 tensors: collectives (phase, kind, mesh dim, its size, dtype: count, bytes in, bytes out), FLOPs by
 phase and op, bytes held. The mesh is outermost first; bytes in and out are those of a rank's own
-tensors; two steps came before. `record.py` makes more.
+tensors; two steps came before. `tools/pytorch/record_programs.py` makes more.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def run_of(case: Case, **more: Any) -> Run:
         "recompute": "full" if o.get("ac") else "none", "flash_attention": o.get("attn") != "math",
         "vpp": o.get("vpp", 1), "dropout": False,
         "repeat_kv": o.get("attn") != "flash_gqa", "optimizer": o.get("optimizer", "adamw"),
-        "first_stage_less_layers": 0, "last_stage_less_layers": 0,  # as record.py splits them
+        "first_stage_less_layers": 0, "last_stage_less_layers": 0,  # as the recorder splits them
     }  # fmt: skip
     if not o.get("ddp"):
         settings["ddp_bucket_cap_mb"] = None

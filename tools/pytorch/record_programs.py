@@ -1,12 +1,12 @@
-"""Record what a PyTorch program does on one rank: `python tests/conformance/record.py SPEC...`.
+"""Record what a PyTorch program does on one rank: `record_programs.py SPEC...`.
 
 Needs `pip install stagewright[torch]` (PyTorch 2.13; no GPU). One process plays one rank of any
 number under the fake process group, with fake tensors: nothing is computed, every operator and
 every collective is dispatched. A case is written to `cases/NAME.json`, in the form that
 `compare.py` reads. A specification is JSON:
 
-    python tests/conformance/record.py '{"name": "40_tiny_fsdp4", "mesh": [["dp", 4]], "rank": 1,
-        "model": "tiny", "layers": 2, "batch": 2, "seq": 128, "mp": ["bf16", "fp32"]}'
+    python tools/pytorch/record_programs.py '{"name": "40_tiny_fsdp4", "mesh": [["dp", 4]],
+        "rank": 1, "model": "tiny", "layers": 2, "batch": 2, "seq": 128, "mp": ["bf16", "fp32"]}'
 
 `mesh` is outermost first: dp (FSDP2, or DDP with "ddp": true), dp_rep, tp. Options are those of
 `DEFAULTS`. Two steps are run before the one that is recorded, so that optimizer states exist and
@@ -51,7 +51,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-CASES = Path(__file__).parent / "cases"
+CASES = Path(__file__).parents[2] / "tests" / "conformance" / "cases"
 aten = torch.ops.aten
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MODELS = {

@@ -1,4 +1,4 @@
-"""Record graphs of one rank under a fake process group: `python record_graphs.py CASE`.
+"""Record graphs of one rank under a fake process group: `record_graphs.py CASE`.
 
 Needs `pip install stagewright[torch]` (PyTorch 2.13; no GPU). Forward, loss and backward are one
 graph of operations on local tensors and functional collectives, as torchtitan's GraphTrainer traces
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
+from record_programs import Llama, loss_of, tensor_parallel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -25,10 +26,9 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from record import Llama, loss_of, tensor_parallel
 from stagewright.imports.rank_graph import record_graph
 
-GRAPHS = Path(__file__).parent / "graphs"
+GRAPHS = Path(__file__).parents[2] / "tests" / "conformance" / "graphs"
 SIZES = {"hidden": 64, "heads": 8, "kv_heads": 4, "head_dim": 8, "ffn": 176, "vocab": 256,
          "layers": 2}  # fmt: skip
 BATCH, SEQ = 2, 32

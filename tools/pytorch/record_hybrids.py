@@ -1,22 +1,27 @@
-"""Records what transformers' hybrids compute: logits of toy models, `hybrids.json`.
+"""Records what transformers' hybrids compute: logits of toy models.
 
 Needs torch and transformers (2.13 and 5.23 have made the file), and no GPU:
-`python tests/conformance/record_hybrids.py`. Weights are numbers by name (`weights.py`), so that
-the test makes the same ones. The base of the rotary angles is that of our interpreter.
+`python tools/pytorch/record_hybrids.py` writes `tests/conformance/hybrids.json`. Weights are
+numbers by name (`weights.py` beside it), so that the test makes the same ones. The base of the
+rotary angles is that of our interpreter.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from weights import weight
 
-OUT = Path(__file__).with_name("hybrids.json")
+CONFORMANCE = Path(__file__).parents[2] / "tests" / "conformance"
+sys.path.append(str(CONFORMANCE))
+from weights import weight  # noqa: E402
+
+OUT = CONFORMANCE / "hybrids.json"
 ROPE = {"rope_parameters": {"rope_theta": 100.0, "rope_type": "default"}}
 COMMON: dict[str, Any] = {
     **{"vocab_size": 24, "hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 4},

@@ -1,6 +1,6 @@
 """Print the lowest version of each run-time dependency that pyproject.toml allows, for pip.
 
-python tests/lowest.py > lowest.txt && pip install -r lowest.txt pytest hypothesis
+python tools/lowest.py > lowest.txt && pip install -r lowest.txt pytest hypothesis
 PYTHONPATH=src python -m pytest -q
 """
 

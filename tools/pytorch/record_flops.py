@@ -1,8 +1,8 @@
 """Records what torch counts: FLOPs and bytes of matrix products, a convolution and attention.
 
-Needs torch (2.13 has made `flops.json`): `python tests/conformance/record_flops.py`. The models are
-our own, as plain as can be, on the meta device; FLOPs are those of torch's FlopCounterMode, bytes
-those of the operands and results of each call that it counts.
+Needs torch (2.13 has made `tests/conformance/flops.json`): `python tools/pytorch/record_flops.py`.
+The models are our own, as plain as can be, on the meta device; FLOPs are those of torch's
+FlopCounterMode, bytes those of the operands and results of each call that it counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import flop_registry
 
-OUT = Path(__file__).with_name("flops.json")
+OUT = Path(__file__).parents[2] / "tests" / "conformance" / "flops.json"
 KINDS = {"mm": "products", "bmm": "products", "convolution": "products"}
 
 # Sizes that tell all dims apart; named as fields of our configuration.
