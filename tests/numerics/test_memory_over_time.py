@@ -9,6 +9,7 @@ import pytest
 
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
+from stagewright.program import memory
 from stagewright.program.columns import CATEGORIES, Program
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
@@ -17,7 +18,7 @@ from stagewright.time.simulate.timeline import TICK, Timeline, timeline
 from sweep import draw
 from timed import RUNS, WAYS, durations, memory_by_row
 
-DRAWN = 30
+DRAWN = 15
 SEED = 11
 
 
@@ -27,6 +28,10 @@ def compare(line: Timeline) -> None:
         by_action = memory_timeline(line, number)
         assert np.array_equal(by_action.ticks, found.ticks)
         assert np.array_equal(by_action.size, found.size)
+        assert found.size.min() >= 0
+        fewer = by_action.sampled(10)
+        assert len(fewer.ticks) <= 10
+        assert fewer.peak == found.peak
         tensors = dict(most.by_category)
         assert tensors.pop("allowance", 0) == line.class_of(number).allowance
         assert sum(tensors.values()) == found.peak
@@ -47,6 +52,14 @@ def test_the_peak_needs_no_rows(run: str, way: str) -> None:
     program = compile(Run(**RUNS[run])).program
     for factors in ({}, {program.mesh.world_size - 1: 1.5}):
         compare(line_of(program, 8, WAYS[way], factors))
+
+
+def test_without_overlap_it_is_memory_over_rows() -> None:
+    program = compile(Run(**RUNS["dp"] | {"dp": 1, "global_batch_size": 1})).program
+    (of,) = program.classes
+    line = timeline(program, [np.full(len(of.work.actions.tasks), 1e-6)])
+    assert memory_timeline(line, 0).peak == memory.timeline(of).sum(axis=0).max()
+    assert peak(line, 0).by_category.items() <= of.memory.items()
 
 
 def test_the_peak_of_random_runs() -> None:
