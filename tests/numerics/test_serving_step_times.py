@@ -17,6 +17,7 @@ from stagewright.serving.batch import BatchPlan, DecodeRun, series_sum, steps_to
 from stagewright.serving.host import HostTimes
 from stagewright.serving.instance import drafted_times, kv_capacity
 from stagewright.serving.speculative import drafter_of
+from stagewright.serving.steps.step_table import BatchSums
 from stagewright.serving.steps.step_times import batch_run, step_times
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
@@ -148,7 +149,7 @@ def test_passes_that_draft_take_as_long_as_simulated(method, tmp_path):
         wanted += 2 * simulated(later, ends, drafter.later)
         keys = sum(g.count * (g.context_length + g.new_tokens) for g in groups[: 1 + decoding // 2])
         whole = sums(groups)
-        found = times.drafting.step(*whole, decoding, keys)
+        found = times.drafting.step(BatchSums(*whole, decoding, keys))
         assert found == pytest.approx(wanted, rel=0.01), groups
         assert times.step(*whole, decoding, keys) == found + alone.step(*whole, decoding, keys)
         if decoding == whole[3]:

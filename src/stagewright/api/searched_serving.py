@@ -339,7 +339,7 @@ def _loads(
 def _drawn(
     section: WorkloadSection, classes: Sequence[Mapping[str, Any]] | None, count: int
 ) -> Workload:
-    """A workload of `count` requests; 0: all of a trace or a profile."""
+    """A workload of `count` requests; 0: all of a trace."""
     return workload_of(replace(section, num_requests=count or section.num_requests), classes)
 
 

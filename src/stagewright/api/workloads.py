@@ -1,4 +1,4 @@
-"""The workload that settings ask for: a trace, a client's result, a profile, or drawn requests."""
+"""The workload that settings ask for: a trace, a client's result, or drawn requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from stagewright.serving.workload import (
 )
 from stagewright.serving.workloads import traces
 from stagewright.serving.workloads.clients import load_of
-from stagewright.serving.workloads.inference_perf import read_profile
 from stagewright.serving.workloads.synthetic import (
     Arrivals,
     Conversations,
@@ -61,9 +60,6 @@ def _requests(asked: WorkloadSection) -> Workload:
     """The requests, before classes and cached prefixes."""
     if asked.requests is None:
         return _drawn(asked)
-    if Path(asked.requests).suffix in (".yaml", ".yml"):
-        _refuse_idle(asked, profile=True)
-        return read_profile(asked.requests, asked.seed)
     if is_agentic(asked.requests):
         return _agents(asked, asked.requests)
     summary = traces.summary_of(asked.requests)
@@ -176,16 +172,14 @@ def _classes(source: str | Sequence[Mapping[str, Any]]) -> tuple[RequestClass, .
     return tuple(classes)
 
 
-def _refuse_idle(asked: WorkloadSection, *, profile: bool = False, agents: bool = False) -> None:
+def _refuse_idle(asked: WorkloadSection, *, agents: bool = False) -> None:
     """Raise a UserError for a setting without effect on these requests."""
     trace = asked.requests is not None
     rate, sessions = asked.rate is not None, "--rate or --concurrency (of sessions)"
     weka = "conversations in Weka's format (--requests)"
     refuse_without_effect(
         asked,
-        speed=(trace and not profile, "a trace (--requests)"),
-        num_requests=(not profile, "a trace, --rate or --concurrency, not of a profile"),
-        concurrency=(not profile, "a trace, --rate or lengths, not of a profile"),
+        speed=(trace, "a trace (--requests)"),
         idle_gap_cap=(agents, weka),
         trajectory_start_max_ratio=(agents, weka),
         range_ratio=(not trace, "--isl and --osl"),

@@ -16,7 +16,7 @@ from stagewright.serving.batch import NO_RUN, BatchPlan, DecodeRun, series_sum
 from stagewright.serving.engine import Engine
 
 GroupTimes = Callable[[Sequence[BatchPlan], float], Sequence[DecodeRun]]
-"""Runs of replicas, by the mean tokens of their batches (`HostedTimes.group_runs`)."""
+"""Runs of replicas, by the mean tokens of their batches (`StepTimes.group_runs`)."""
 
 
 class LockstepGroup:

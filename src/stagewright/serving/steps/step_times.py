@@ -134,9 +134,12 @@ class DecodePieces(NamedTuple):
     """Seconds per key."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class StepTimes:
-    """Seconds of the steps of one replica; with a pipeline, of all its batches together."""
+    """Seconds from the begin of a step of one replica to that of the next.
+
+    With a pipeline, of all its batches together.
+    """
 
     max_tokens: int
     max_requests: int
@@ -154,7 +157,19 @@ class StepTimes:
     None: replicas share no experts."""
     drafting: DraftingTimes | None = None
     """Passes of a drafter after each step; None: drafts take no time."""
+    host: HostTimes = HostTimes()
+    """Host overhead of each step."""
+    host_in_group: bool = False
+    """Only `group_runs` adds the host: the GPU's time depends on the tokens of all replicas."""
     _pieces: dict[int, DecodePieces] = field(default_factory=dict[int, DecodePieces])
+
+    def with_host(self, host: HostTimes) -> StepTimes:
+        """Step times with the host overhead of an engine."""
+        return replace(self, host=host)
+
+    def of_replica(self, host: HostTimes) -> StepTimes:
+        """Step times of one engine, of a lockstep group if replicas share experts."""
+        return replace(self, host=host, host_in_group=self.shared is not None and host.overlaps_gpu)
 
     def step(
         self,
@@ -172,11 +187,10 @@ class StepTimes:
         elif num_decodes < requests:
             seconds = self._mixed_seconds(batch)
         else:
-            seconds = self._decode(requests, decode_keys or keys).seconds
-        if self.drafting is None:
-            return seconds
-        decode_keys = keys if num_decodes == requests else decode_keys
-        return seconds + self.drafting.step(tokens, pairs, keys, requests, num_decodes, decode_keys)
+            seconds = self._decode(requests, decode_keys).seconds
+        if self.drafting is not None:
+            seconds += self.drafting.step(batch)
+        return seconds if self.host_in_group else self.host.step_interval(seconds, requests)
 
     def _mixed_seconds(self, batch: BatchSums) -> float:
         """Seconds of a step with prompts and requests that decode, without drafts."""
@@ -193,19 +207,22 @@ class StepTimes:
 
     # ---- decode ----------------------------------------------------------------------------------
 
-    def linear_run(self, requests: int, keys: int, host: float = 0.0) -> DecodeRun:
-        """Run of the next decode steps (`BatchTimes.linear_run`), with `host` seconds in each."""
-        if self.drafting is None:
-            return self._decode(requests, keys, host)
-        run = self.drafting.linear_run(self._decode(requests, keys), requests, keys)
-        return run._replace(seconds=run.seconds + host)
+    def linear_run(self, requests: int, keys: int) -> DecodeRun:
+        """Run of the next decode steps (`BatchTimes.linear_run`)."""
+        host = self.host
+        if self.drafting is None and not host.overlaps_gpu:  # without copies of runs: most steps
+            return self._decode(requests, keys, host.step(requests))
+        run = self._decode(requests, keys)
+        if self.drafting is not None:
+            run = self.drafting.linear_run(run, requests, keys)
+        return run if self.host_in_group else host.run_with_host(run, requests)
 
     def decode(self, requests: int, keys: int) -> float:
         """Seconds of one decode step; `keys` in the cache after it, summed over requests."""
         return self.linear_run(requests, keys).seconds
 
     def _decode(self, requests: int, keys: int, host: float = 0.0) -> DecodeRun:
-        """Run of the next decode steps, without a drafter."""
+        """Run of the next decode steps with `host` seconds in each, without a drafter."""
         edges, intercepts, slopes = self._pieces.get(requests) or self._decode_pieces(requests)
         n = bisect_right(edges, keys)
         slope, steps = slopes[n], UNLIMITED
@@ -232,19 +249,20 @@ class StepTimes:
         self._pieces[requests] = pieces
         return pieces
 
-    # ---- hosts and groups ------------------------------------------------------------------------
+    # ---- lockstep groups -------------------------------------------------------------------------
 
-    def with_host(self, host: HostTimes) -> HostedTimes:
-        """Add the host overhead of an engine to each step."""
-        return HostedTimes(self, host)
+    def group_runs(self, plans: Sequence[BatchPlan], mean_tokens: float) -> list[DecodeRun]:
+        """Runs of the replicas of a lockstep group, whose experts get the tokens of all.
 
-    def of_replica(self, host: HostTimes) -> HostedTimes:
-        """Step times of one engine, with its host.
-
-        In a lockstep group that shares experts, a host that works beside the GPU is added by
-        `group_runs`: the GPU's time depends on the tokens of all replicas.
+        `mean_tokens`: tokens of a replica's step on average.
         """
-        return HostedTimes(self, host, self.shared is not None and host.overlaps_gpu)
+        runs: list[DecodeRun] = []
+        for run, tokens, requests in plans:
+            in_group = run._replace(seconds=self.in_group(run.seconds, tokens, mean_tokens))
+            if self.host_in_group:
+                in_group = self.host.run_with_host(in_group, requests)
+            runs.append(in_group)
+        return runs
 
     def in_group(self, seconds: float, tokens: int, mean_tokens: float) -> float:
         """Seconds of a step with `tokens` where replicas have `mean_tokens` on average.
@@ -257,11 +275,11 @@ class StepTimes:
         last = len(self.shared) - 1
         of_all = self.shared[min(round(mean_tokens), last)]
         with_all = seconds - self.shared[min(tokens, last)] + of_all
+        if with_all > 0.0:
+            return with_all
         # The table of experts is of prompts: where other paths make decode shorter than their
         # difference, the step is one of a single token, and never of no length.
-        return (
-            with_all if with_all > 0.0 else min(seconds, self._decode(1, self.decoding.new).seconds)
-        )
+        return min(seconds, self._decode(1, self.decoding.new).seconds)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -302,74 +320,17 @@ class DraftingTimes:
             sum(count * each.growth for count, each in passes),
         )
 
-    def step(
-        self,
-        tokens: int,
-        pairs: int,
-        keys: int,
-        requests: int,
-        num_decodes: int,
-        decode_keys: int,
-    ) -> float:
+    def step(self, batch: BatchSums) -> float:
         """Seconds of the passes after a step of the model."""
-        keys += self.extra_tokens * requests
+        tokens, pairs, keys, requests, num_decodes, decode_keys = map(int, batch)
+        extra = self.extra_tokens
+        keys += extra * requests
         first = self.first.step(
-            tokens + self.extra_tokens * requests,
-            pairs + self.extra_tokens * keys,
+            tokens + extra * requests,
+            pairs + extra * keys,
             keys,
             requests,
             num_decodes,
-            decode_keys + self.extra_tokens * num_decodes,
+            decode_keys + extra * num_decodes,
         )
         return first + (self.number - 1) * self.later.decode(requests, keys)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HostedTimes:
-    """Seconds from the begin of a step of one replica to that of the next one."""
-
-    gpu: StepTimes
-    host: HostTimes
-    host_in_group: bool = False
-    """Only `group_runs` adds the host."""
-
-    def linear_run(self, requests: int, keys: int) -> DecodeRun:
-        """Run of the next decode steps (`BatchTimes.linear_run`)."""
-        if self.host_in_group:
-            return self.gpu.linear_run(requests, keys)
-        host = self.host
-        if host.overlaps_gpu:
-            return host.run_with_host(self.gpu.linear_run(requests, keys), requests)
-        return self.gpu.linear_run(requests, keys, host.step(requests))
-
-    def decode(self, requests: int, keys: int) -> float:
-        """Seconds of one decode step (`StepTimes.decode`)."""
-        return self.linear_run(requests, keys).seconds
-
-    def step(
-        self,
-        tokens: int,
-        pairs: int,
-        keys: int,
-        requests: int,
-        num_decodes: int = 0,
-        decode_keys: int = 0,
-    ) -> float:
-        """Seconds of a step with any batch (`BatchTimes.step`)."""
-        seconds = self.gpu.step(tokens, pairs, keys, requests, num_decodes, decode_keys)
-        return seconds if self.host_in_group else self.host.step_interval(seconds, requests)
-
-    def group_runs(self, plans: Sequence[BatchPlan], mean_tokens: float) -> list[DecodeRun]:
-        """Runs of the replicas of a lockstep group, whose experts get the tokens of all.
-
-        `mean_tokens`: tokens of a replica's step on average.
-        """
-        in_group = self.gpu.in_group
-        runs = [
-            run._replace(seconds=in_group(run.seconds, tokens, mean_tokens))
-            for run, tokens, _ in plans
-        ]
-        if not self.host_in_group:
-            return runs
-        run_after = self.host.run_with_host
-        return [run_after(run, plan.requests) for run, plan in zip(runs, plans, strict=True)]

@@ -61,13 +61,13 @@ E2eLimit = Annotated[float, latency_limit("e2e")]
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadSection:
-    """Requests and their arrivals: recorded, of a profile, or drawn."""
+    """Requests and their arrivals: recorded, or drawn."""
 
     requests: Text | None = setting(
         None,
         "A trace: .jsonl or .csv (.gz), Mooncake's, Azure's or with columns arrival, prompt, "
-        "output; a result of vLLM's, SGLang's or AIPerf's client; conversations in Weka's format "
-        "(a file or a folder); or inference-perf's profile (.yaml).",
+        "output; a result of vLLM's, SGLang's or AIPerf's client; or conversations in Weka's "
+        "format (a file or a folder).",
         metavar="FILE",
     )
     rate: Rate | None = setting(
