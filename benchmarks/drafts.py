@@ -24,7 +24,6 @@ from stagewright.run.sections.serving.engines import EngineSection
 from stagewright.serving.deployment import InstanceGroup
 from stagewright.serving.instance import Instance, make_instance
 from stagewright.serving.metrics import ServingSummary, Slo
-from stagewright.serving.schedulers.named import batch_limits, scheduler_of
 from stagewright.serving.speculative import drafter_of
 from stagewright.serving.workloads.synthetic import Lengths, closed_loop
 from stagewright.time.hardware import resolve
@@ -142,11 +141,10 @@ def served(row: Measured) -> ServingSummary:
     else:
         options |= {"chunked_prefill_size": 32768, "max_prefill_tokens": 32768}
     engines = EngineSection(**options)
-    limits = batch_limits(engines, made.machine.hardware)
     work = closed_loop(
         10 * row.users, row.users, Lengths(isl=row.isl, osl=row.osl, range_ratio=0.8)
     )
-    group = InstanceGroup(made, engines, limits, scheduler_of(engines, limits, made.run.pp))
+    group = InstanceGroup(made, engines)
     return group.serve(work, Slo(), whole_run=True).summary
 
 

@@ -23,7 +23,7 @@ from stagewright.serving.compare_log import figure_of
 from stagewright.serving.deployment import InstanceGroup
 from stagewright.serving.instance import make_instance
 from stagewright.serving.metrics import RequestTimes, Slo
-from stagewright.serving.schedulers.named import batch_limits, scheduler_of
+from stagewright.serving.schedulers.named import batch_limits
 from stagewright.serving.workloads import traces
 from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
@@ -89,7 +89,7 @@ def replay(of: ReplayedServer) -> RequestTimes:
         max_tokens=limits.tokens, max_requests=limits.requests,
         gpu_memory_utilization=engines.gpu_memory_utilization,
     )  # fmt: skip
-    group = InstanceGroup(made, engines, limits, scheduler_of(engines, limits, made.run.pp))
+    group = InstanceGroup(made, engines)
     return RequestTimes.of(group.serve(traces.read(DATA / of.requests), Slo()).outcome)
 
 

@@ -20,9 +20,7 @@ from stagewright.model.catalog import resolve as model_of
 from stagewright.run.sections.serving import EngineSection
 from stagewright.run.settings import Run
 from stagewright.serving.deployment import InstanceGroup
-from stagewright.serving.instance import make_instance
 from stagewright.serving.metrics import Slo
-from stagewright.serving.schedulers.named import batch_limits, scheduler_of
 from stagewright.serving.workload import Workload
 from stagewright.serving.workloads import traces
 from stagewright.serving.workloads.synthetic import Arrivals, Lengths, open_loop
@@ -37,16 +35,12 @@ def main(arguments: list[str]) -> None:
         return
     hardware = resolve("h100-sxm")
     begin = time.process_time()
-    asked = EngineSection()
-    limits = batch_limits(asked, hardware)
-    made = make_instance(
+    group = InstanceGroup.of(
         Run(model="llama3.1-8b", mode="decode"),
         model_of("llama3.1-8b"),
         Machine.of(hardware, gpus=1),
-        max_tokens=limits.tokens,
-        max_requests=limits.requests,
+        EngineSection(),
     )
-    group = InstanceGroup(made, asked, limits, scheduler_of(asked, limits, made.run.pp))
     print(f"step times and cache: {time.process_time() - begin:.2f} CPU-s")
     lengths = Lengths(isl=1024, osl=256)
     if "--million" in arguments:

@@ -17,7 +17,6 @@ from stagewright.serving.engine import Engine
 from stagewright.serving.kv_cache import PagedKvCache
 from stagewright.serving.metrics import Slo, summarize
 from stagewright.serving.routers import RoundRobin
-from stagewright.serving.schedulers.priority import VllmByPriority
 from stagewright.serving.schedulers.vllm import Vllm
 from stagewright.serving.workload import RequestClass, Workload, with_classes
 from stepping import Request, Stepping
@@ -93,7 +92,7 @@ def drawn(draw):
 
 def equal_to_stepping(seed: int) -> int:
     rules, seconds, cache, work = drawn(random.Random(seed))
-    rules = VllmByPriority.of(rules, work.class_of)
+    rules = replace(rules, priority=work.class_of)
     rows = zip(work.arrival, work.prompt, work.output, strict=True)
     requests = [Request(number, *row) for number, row in enumerate(rows)]
     ByPriority(requests, rules, seconds, cache.size, cache.block_size, cache.caching).run()
@@ -121,7 +120,7 @@ def test_classes_have_limits_of_their_own():
                RequestClass(name="batch", priority=1))  # fmt: skip
     work = with_classes(work, classes, 1)
     kept = {}
-    for name, rules in (("priority", VllmByPriority.of(Vllm(max_num_seqs=4), work.class_of)),
+    for name, rules in (("priority", Vllm(max_num_seqs=4, priority=work.class_of)),
                         ("fcfs", Vllm(max_num_seqs=4))):  # fmt: skip
         made = partial(
             Engine, kv_cache=PagedKvCache(99, 16), scheduler=rules, times=LinearTimes(0.001, 1e-4)

@@ -17,9 +17,7 @@ from stagewright.cli.main import main
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.sections.serving import EngineSection
 from stagewright.serving.deployment import Deployment, InstanceGroup
-from stagewright.serving.instance import make_instance
 from stagewright.serving.metrics import RequestLimits, RequestTimes, Slo
-from stagewright.serving.schedulers.named import batch_limits, scheduler_of
 from stagewright.serving.search import answer
 from stagewright.serving.search.bounds import LoadTotals, ReadyLayout, layout_bounds
 from stagewright.serving.search.pairs import LayoutPair, pair_deployment
@@ -41,10 +39,8 @@ MODEL = model_of("llama3.1-8b").with_overrides(num_layers=2)
 @pytest.fixture(scope="module")
 def group() -> InstanceGroup:
     hardware, asked = hardware_of("h100-sxm"), EngineSection(num_gpu_blocks=600)
-    limits = batch_limits(asked, hardware)
     run = sw.Run(model="llama3.1-8b", mode="decode", layers=2)
-    made = make_instance(run, MODEL, Machine.of(hardware, gpus=1), max_requests=limits.requests)
-    return InstanceGroup(made, asked, limits, scheduler_of(asked, limits, made.run.pp))
+    return InstanceGroup.of(run, MODEL, Machine.of(hardware, gpus=1), asked)
 
 
 def drawn(draw: random.Random) -> Workload:
@@ -102,11 +98,10 @@ ENGINES = {
 def test_nothing_played_beats_its_bounds(name):
     hardware, (model, layout, engine) = hardware_of("h100-sxm"), ENGINES[name]
     asked = EngineSection(**engine)
-    limits, of = batch_limits(asked, hardware), model_of(model).with_overrides(num_layers=2)
+    of = model_of(model).with_overrides(num_layers=2)
     run = sw.Run(model=model, mode="decode", layers=2, **layout)
     machine = Machine.of(hardware, gpus=layout.get("dp", 1))
-    made = make_instance(run, of, machine, max_tokens=limits.tokens, max_requests=limits.requests)
-    group = InstanceGroup(made, asked, limits, scheduler_of(asked, limits, made.run.pp))
+    group = InstanceGroup.of(run, of, machine, asked)
     for seed in range(8):
         draw = random.Random(seed)
         work = drawn(draw)
@@ -126,7 +121,7 @@ def test_nothing_played_beats_its_bounds(name):
         assert np.nanmin(times.tpot) > bounds.min_tpot * (1 - 1e-9)
         longest = work.prompt.index(max(work.prompt))
         assert times.ttft[longest] > bounds.min_ttft * (1 - 1e-9)
-        busy = max(outcome.records.finish) * made.replicas
+        busy = max(outcome.records.finish) * group.instance.replicas
         assert busy > bounds.per_prompt_token * sum(work.prompt)
         assert busy > bounds.per_token * (sum(work.output) - len(work))
 
@@ -364,8 +359,7 @@ def test_pairs_do_not_count_tokens_of_requests_that_wait(group: InstanceGroup, b
     """Their prompts are done, but nobody has seen a token: they are not slow yet. Also
     where blocks are few."""
     few = replace(group.settings, num_gpu_blocks=blocks, max_num_seqs=4)
-    limits = batch_limits(few, group.instance.machine.hardware)
-    last = InstanceGroup(group.instance, few, limits, scheduler_of(few, limits, 1))
+    last = InstanceGroup(group.instance, few)
     many = 40
     work = Workload("at once", *(array(t, [n] * many) for t, n in (("d", 0), ("i", 70), ("i", 40))))
     slo, load = Slo(ttft=1, tpot=2e-3), LoadTotals.of(work, 0.9)

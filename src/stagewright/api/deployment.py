@@ -25,11 +25,8 @@ from stagewright.run.settings import Run
 from stagewright.serving.deployment import Deployment, InstanceGroup
 from stagewright.serving.disaggregation import Role
 from stagewright.serving.engine import Scheduler
-from stagewright.serving.instance import make_instance
 from stagewright.serving.operation import Failure, InstanceEvents, Scaling
 from stagewright.serving.routers import router_of
-from stagewright.serving.schedulers.named import batch_limits, refuse_others, scheduler_of
-from stagewright.serving.speculative import drafter_of
 from stagewright.serving.stages import PromptStages
 from stagewright.serving.workload import Workload
 from stagewright.time.hardware import Hardware
@@ -136,40 +133,13 @@ class Planned:
             topology=cluster.topology,
             algorithm=cluster.algorithm,
         )
-        limits = batch_limits(engines, self.hardware)
-        chosen = given.scheduler
-        if chosen is None:
-            refuse_others(engines)
-        scheduler = chosen or scheduler_of(engines, limits, run.pp)
-        router_of(engines.router)
-        share = engines.gpu_memory_utilization
-        for other in others:
-            if (
-                other.instance.run == run
-                and other.instance.machine == machine
-                and other.limits == limits
-                and other.settings.gpu_memory_utilization == share
-                and _drafts(other.settings) == _drafts(engines)
-            ):
-                return InstanceGroup(other.instance, engines, limits, scheduler, self.serves)
         model = (given.config or model_of(run.model, run.as_family or "")).with_overrides(
             num_layers=run.layers, vocab_size=run.vocab, mtp_num_layers=run.mtp_num_layers
         )
-        built = make_instance(
-            run,
-            model,
-            machine,
-            self.experiment.execution,
-            max_tokens=limits.tokens,
-            max_requests=limits.requests,
-            gpu_memory_utilization=share,
-            drafter=drafter_of(engines, run, model),
-        )
-        return InstanceGroup(built, engines, limits, scheduler, self.serves)
-
-
-def _drafts(engines: EngineSection) -> tuple[str | None, str | None]:
-    return engines.speculative_method, engines.speculative_model
+        return InstanceGroup.of(
+            run, model, machine, engines, self.experiment.execution,
+            role=self.serves, scheduler=given.scheduler, others=others,
+        )  # fmt: skip
 
 
 def deployment_of(

@@ -27,7 +27,7 @@ from stagewright.run.sections.serving.engines import EngineSection
 from stagewright.serving.deployment import InstanceGroup
 from stagewright.serving.instance import Instance, make_instance
 from stagewright.serving.metrics import RequestTimes, ServingSummary, Slo
-from stagewright.serving.schedulers.named import batch_limits, scheduler_of
+from stagewright.serving.schedulers.named import batch_limits
 from stagewright.serving.workloads.synthetic import (
     Lengths,
     LoadStage,
@@ -262,8 +262,7 @@ def _group(
         hardware, engine, tuple(sorted(settings.items())), checkpoint,
         max(limits.tokens, least_tokens), limits.requests, engines.gpu_memory_utilization,
     )  # fmt: skip
-    scheduler = scheduler_of(engines, limits, engine_instance.run.pp)
-    return InstanceGroup(engine_instance, engines, limits, scheduler)
+    return InstanceGroup(engine_instance, engines)
 
 
 @cache

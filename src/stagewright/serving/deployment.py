@@ -7,15 +7,19 @@ cache of each request goes over the network between them (`kv_transfer`).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
+from typing import Self
 
 from stagewright.errors import UserError
+from stagewright.model.config import ModelConfig
 from stagewright.run.sections.declare import LARGEST
+from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.serving import EngineSection, WorkloadSection
 from stagewright.run.sections.serving.pools import KvPush
+from stagewright.run.settings import Run
 from stagewright.serving.disaggregation import (
     PrefillEngine,
     RemoteKvEngine,
@@ -23,8 +27,8 @@ from stagewright.serving.disaggregation import (
     Role,
 )
 from stagewright.serving.engine import Engine, Scheduler
-from stagewright.serving.host import HOSTS, HostTimes
-from stagewright.serving.instance import Instance
+from stagewright.serving.host import HOSTS, NO_HOST, HostTimes
+from stagewright.serving.instance import Instance, make_instance
 from stagewright.serving.kv_cache import PagedKvCache
 from stagewright.serving.kv_transfer import Handover, KvTransferCost, KvTransfers
 from stagewright.serving.lockstep import LockstepGroup
@@ -33,10 +37,12 @@ from stagewright.serving.operation import InstanceEvents
 from stagewright.serving.routers import router_of
 from stagewright.serving.schedulers.named import (
     BatchLimits,
+    batch_limits,
     class_of,
     refuse_chunks_below_a_block,
+    refuse_others,
+    scheduler_of,
 )
-from stagewright.serving.schedulers.priority import VllmByPriority
 from stagewright.serving.schedulers.static import Static
 from stagewright.serving.schedulers.tensorrt_llm import TensorRtLlm
 from stagewright.serving.schedulers.vllm import Vllm
@@ -48,9 +54,10 @@ from stagewright.serving.simulation import (
     StopEarly,
     chains_in_blocks,
 )
-from stagewright.serving.speculative import Drafts
+from stagewright.serving.speculative import Drafts, drafter_of
 from stagewright.serving.stages import PromptStages
 from stagewright.serving.workload import Accepted, Records, Workload, accept, with_documents
+from stagewright.time.network import Machine
 
 SAMPLES = 200
 """Samples of the state of each engine while requests arrive."""
@@ -65,15 +72,63 @@ class InstanceGroup:
 
     instance: Instance
     settings: EngineSection
-    limits: BatchLimits
-    scheduler: Scheduler
     role: Role = "both"
+    own_scheduler: Scheduler | None = None
+    """Scheduler of each engine in place of the one that the settings name."""
     watch: Callable[[Scheduler], Scheduler] | None = None
     """Function that replaces the scheduler of each engine, in order (to observe it)."""
+
+    @classmethod
+    def of(
+        cls,
+        run: Run,
+        model: ModelConfig,
+        machine: Machine,
+        settings: EngineSection,
+        execution: Execution | None = None,
+        *,
+        role: Role = "both",
+        scheduler: Scheduler | None = None,
+        others: Iterable[InstanceGroup] = (),
+    ) -> Self:
+        """Make the step times of a layout, or share those of an equal group among `others`.
+
+        Raises UserError as `make_instance` does, and for settings of another scheduler.
+        """
+        limits, memory = batch_limits(settings, machine.hardware), settings.gpu_memory_utilization
+        if scheduler is None:
+            refuse_others(settings)
+        router_of(settings.router)
+        drafts = settings.speculative_method, settings.speculative_model
+        for other in others:
+            instance, its = other.instance, other.settings
+            if (
+                (instance.run, instance.machine, other.limits) == (run, machine, limits)
+                and its.gpu_memory_utilization == memory
+                and (its.speculative_method, its.speculative_model) == drafts
+            ):
+                return cls(instance, settings, role, scheduler)
+        instance = make_instance(
+            run, model, machine, execution, max_tokens=limits.tokens, max_requests=limits.requests,
+            gpu_memory_utilization=memory, drafter=drafter_of(settings, run, model),
+        )  # fmt: skip
+        return cls(instance, settings, role, scheduler)
 
     def __post_init__(self) -> None:
         """Check the scheduler."""
         refuse_chunks_below_a_block(self.scheduler, self.instance.cache.block_size)
+
+    @cached_property
+    def limits(self) -> BatchLimits:
+        """Limits of a step."""
+        return batch_limits(self.settings, self.instance.machine.hardware)
+
+    @cached_property
+    def scheduler(self) -> Scheduler:
+        """Scheduler, of which each engine has a copy."""
+        if self.own_scheduler is not None:
+            return self.own_scheduler
+        return scheduler_of(self.settings, self.limits, self.instance.run.pp)
 
     @property
     def gpus(self) -> int:
@@ -99,7 +154,7 @@ class InstanceGroup:
     def host(self) -> HostTimes:
         """Host times of the engine whose scheduler this is, or derives from; zero of others."""
         engines = (name for name in HOSTS if isinstance(self.scheduler, class_of(name)))
-        return next((HOSTS[name] for name in engines), HostTimes())
+        return next((HOSTS[name] for name in engines), NO_HOST)
 
     @property
     def scheduler_name(self) -> str:
@@ -182,7 +237,7 @@ class InstanceGroup:
             )
         classes = workload.class_of or array("i", bytes(4 * len(workload)))
         levels = [request_class.priority for request_class in workload.classes] or [0]
-        return VllmByPriority.of(self.scheduler, array("i", (levels[n] for n in classes)))
+        return replace(self.scheduler, priority=array("i", (levels[n] for n in classes)))
 
     def serve(self, workload: Workload, slo: Slo, *, whole_run: bool = False) -> ServedRun:
         """Serve a workload on these instances alone."""

@@ -52,6 +52,8 @@ class HostTimes:
         return DecodeRun(steps, host, 0.0)
 
 
+NO_HOST = HostTimes()
+"""Host that takes no time."""
 HOSTS: Mapping[str, HostTimes] = {
     "vllm": HostTimes(per_step=126e-6, per_request_step=4e-6, per_request=6.5e-3),
     "tensorrt-llm": HostTimes(

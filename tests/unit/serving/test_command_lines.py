@@ -16,8 +16,6 @@ from stagewright.serving.command_lines import ENGINES, command_lines
 from stagewright.serving.deployment import Deployment, InstanceGroup
 from stagewright.serving.engine import Engine
 from stagewright.serving.host import HOSTS, HostTimes
-from stagewright.serving.instance import make_instance
-from stagewright.serving.schedulers.named import batch_limits, scheduler_of
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.network import Machine
 
@@ -31,10 +29,8 @@ RUN = Run(
 def group(engine: str, **settings: object) -> InstanceGroup:
     engines = EngineSection(scheduler=ENGINES[engine], max_num_seqs=64, **settings)
     hardware = hardware_of("h200")
-    limits = batch_limits(engines, hardware)
     model = model_of(MODEL).with_overrides(num_layers=2)
-    made = make_instance(RUN, model, Machine.of(hardware, gpus=4), max_requests=limits.requests)
-    return InstanceGroup(made, engines, limits, scheduler_of(engines, limits, made.run.pp))
+    return InstanceGroup.of(RUN, model, Machine.of(hardware, gpus=4), engines)
 
 
 class OneByOne:
@@ -46,7 +42,7 @@ class OneByOne:
 def test_a_scheduler_given_as_an_object_is_named_by_its_class(engine: str):
     of = group(engine)
     assert of.scheduler_name == ENGINES[engine]
-    other = replace(of, scheduler=OneByOne())
+    other = replace(of, own_scheduler=OneByOne())
     assert other.scheduler_name == "OneByOne"
     assert of.host == HOSTS[ENGINES[engine]]
     assert other.host == HostTimes()

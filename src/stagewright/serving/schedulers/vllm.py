@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 from stagewright.serving.batch import UNLIMITED, StepBatch
@@ -14,8 +15,7 @@ FULL = StepBatch(interruptible=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vllm:
-    """vLLM V1, first come first served (vllm-project/vllm@00024d31
-    `vllm/v1/core/sched/scheduler.py`, `Scheduler.schedule`).
+    """vLLM V1 (vllm-project/vllm@00024d31 `vllm/v1/core/sched/scheduler.py`, `Scheduler.schedule`).
 
     Fields are vLLM's options. In each step:
 
@@ -34,6 +34,12 @@ class Vllm:
        (`allocate_slots`, `full_sequence_must_fit`). Without chunked prefill a prompt beyond the
        budget waits.
 
+    With priorities (`--scheduling-policy priority`, `request_queue.py`, `PriorityRequestQueue`)
+    waiting requests are taken by (priority, arrival), and the running request of the largest
+    (priority, arrival) is preempted; what was planned for that one in this step is taken back. When
+    a request preempts itself, requests after it get nothing in this step. No request is preempted
+    for one that waits.
+
     With `async_scheduling` a step is decided when the previous one begins, so that a request waits
     a step longer: the default since 0.14.0, except with pipelines (its release notes, #27614).
     """
@@ -44,9 +50,25 @@ class Vllm:
     enable_chunked_prefill: bool = True
     scheduler_reserve_full_isl: bool = True
     async_scheduling: bool = False
+    priority: array[int] | None = None
+    """Priority of each request, the lowest first; None: first come, first served."""
 
     def schedule(self, engine: Engine) -> StepBatch:
         """Return the next batch: running requests first, then waiting ones."""
+        if self.priority is None:
+            return self._schedule(engine)
+        if len(engine.waiting) > 1:
+            ordered = sorted(engine.waiting, key=lambda request: self._rank(engine, request))
+            engine.waiting.clear()
+            engine.waiting.extend(ordered)
+        batch = self._schedule(engine)
+        if batch.skipped and not batch.prefill and len(batch.skipped) == engine.decoding:
+            # The first in order was preempted: an empty step, which takes no time.
+            return self.schedule(engine)
+        return batch._replace(interruptible=len(engine.running) < self.max_num_seqs)
+
+    def _schedule(self, engine: Engine) -> StepBatch:
+        """Return the next batch, with waiting requests in order."""
         waiting, remaining = engine.waiting, engine.remaining_prefill
         budget = self.max_num_batched_tokens - engine.decoding * engine.new_tokens
         prefill: list[tuple[int, int]] = []
@@ -74,44 +96,69 @@ class Vllm:
         return StepBatch(interruptible=len(engine.running) < self.max_num_seqs, skipped=skipped)
 
     def _continue_prefill(self, engine: Engine, budget: int, prefill: list[tuple[int, int]]) -> int:
-        """Continue the incomplete prompt, of the last running request; return the budget left."""
+        """Continue the incomplete prompt; return the budget left."""
         # Without a threshold only the last admitted prompt can be incomplete: it used up the
-        # budget.
+        # budget. All decoding requests have their blocks.
         (request,) = engine.remaining_prefill
         chunk = min(engine.remaining_prefill[request], budget)
+        while chunk > 0 and not engine.grow(request, chunk):
+            victim = self._victim(engine)
+            if victim != request:
+                engine.kv_cache.take(-engine.blocks_needed(victim, 1))
+                budget += 1
+            engine.preempt(victim)
+            if victim == request:
+                return budget
         if chunk > 0:
-            if engine.grow(request, chunk):
-                prefill.append((request, chunk))
-            else:
-                engine.preempt()
-        return budget - chunk
+            prefill.append((request, chunk))
+        return budget - max(chunk, 0)
 
     def _schedule_running(self, engine: Engine) -> tuple[list[tuple[int, int]], list[int], int]:
         """Schedule running requests one by one; return prefill, skipped requests and the budget."""
         budget = self.max_num_batched_tokens
-        prefill: list[tuple[int, int]] = []
+        planned: dict[int, tuple[int, int]] = {}  # tokens and blocks of this step
         skipped: list[int] = []
+        preempted_itself = False
         for request in list(engine.running):
             if request not in engine.running:
-                break  # it was preempted, and so were those after it
+                continue
             remaining = engine.remaining_prefill.get(request)
-            if budget == 0:
+            if budget == 0 or preempted_itself:
                 if remaining is None:
                     skipped.append(request)
                 continue
             chunk = engine.new_tokens if remaining is None else self._chunk(remaining, budget)
             needed = engine.blocks_needed(request, chunk)
-            while needed > engine.kv_cache.free and engine.preempt() != request:
-                pass
+            while needed > engine.kv_cache.free and request in engine.running:
+                victim = self._victim(engine)
+                tokens, blocks = planned.pop(victim, (0, 0))
+                budget += tokens
+                engine.kv_cache.take(-blocks)
+                if victim in engine.remaining_prefill:
+                    engine.remaining_prefill[victim] += tokens
+                engine.preempt(victim)
             if request not in engine.running:
-                break
+                preempted_itself = True
+                continue
             if remaining is None:
                 engine.take(request, needed)
             else:
                 engine.grow(request, chunk)
-                prefill.append((request, chunk))
+            planned[request] = chunk, needed
             budget = max(budget - chunk, 0)
+        skipped = [request for request in skipped if request in engine.running]
+        prefill = [(r, planned[r][0]) for r in planned if r in engine.remaining_prefill]
         return prefill, skipped, budget
+
+    def _victim(self, engine: Engine) -> int:
+        """Running request that is preempted first."""
+        if self.priority is None:
+            return next(reversed(engine.running))
+        return max(engine.running, key=lambda request: self._rank(engine, request))
+
+    def _rank(self, engine: Engine, request: int) -> tuple[int, float, int]:
+        assert self.priority is not None
+        return self.priority[request], engine.arrival_time[request], request
 
     def _admit(self, engine: Engine, budget: int, prefill: list[tuple[int, int]]) -> None:
         """Admit waiting requests in order."""

@@ -13,10 +13,8 @@ from stagewright.run.sections.serving import EngineSection
 from stagewright.searching.candidates import Candidates
 from stagewright.searching.space import Removed
 from stagewright.serving.deployment import Deployment, InstanceGroup
-from stagewright.serving.instance import make_instance
 from stagewright.serving.kv_transfer import not_sent
 from stagewright.serving.metrics import RequestLimits, Slo
-from stagewright.serving.schedulers.named import BatchLimits, batch_limits, scheduler_of
 from stagewright.serving.search.bounds import LayoutBounds, ReadyLayout, layout_bounds
 from stagewright.serving.search.pairs import LayoutPair, counts_to_try, pair_deployment, pairs_of
 from stagewright.serving.search.simulated import (
@@ -25,7 +23,6 @@ from stagewright.serving.search.simulated import (
     simulate_load,
     simulate_long_enough,
 )
-from stagewright.serving.speculative import drafter_of
 
 FITS = "weights, activations and a request fit into the memory of a GPU"
 ENOUGH = "so few GPUs can serve the load"
@@ -171,18 +168,11 @@ class _LayoutSearch:
         """The group with one instance of a layout; None where it cannot be had."""
         rows = self.rows
         run, machine = rows.run(row), rows.machine(row)
-        limits: BatchLimits = batch_limits(engines, machine.hardware)
         try:
-            execution, share = rows.execution(row), engines.gpu_memory_utilization
-            served = make_instance(
-                run, rows.model, machine, execution, max_tokens=limits.tokens,
-                max_requests=limits.requests, gpu_memory_utilization=share,
-                drafter=drafter_of(engines, run, rows.model),
-            )  # fmt: skip
+            return InstanceGroup.of(run, rows.model, machine, engines, rows.execution(row))
         except UserError as error:
             self.refuse(FITS if "leave no room" in str(error) else MODELED, str(error))
             return None
-        return InstanceGroup(served, engines, limits, scheduler_of(engines, limits, run.pp))
 
     def prepare(self, row: int, engines: EngineSection) -> Iterator[ReadyLayout]:
         """Layout with its step times."""

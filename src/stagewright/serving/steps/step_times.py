@@ -21,7 +21,7 @@ from stagewright.run.lengths import Group
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.serving.batch import UNLIMITED, BatchPlan, DecodeRun
-from stagewright.serving.host import HostTimes
+from stagewright.serving.host import NO_HOST, HostTimes
 from stagewright.serving.steps.rows import StepRows
 from stagewright.serving.steps.step_table import (
     BatchSums,
@@ -157,7 +157,7 @@ class StepTimes:
     None: replicas share no experts."""
     drafting: DraftingTimes | None = None
     """Passes of a drafter after each step; None: drafts take no time."""
-    host: HostTimes = HostTimes()
+    host: HostTimes = NO_HOST
     """Host overhead of each step."""
     host_in_group: bool = False
     """Only `group_runs` adds the host: the GPU's time depends on the tokens of all replicas."""
