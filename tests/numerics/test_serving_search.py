@@ -18,10 +18,10 @@ from stagewright.model.catalog import resolve as model_of
 from stagewright.run.sections.serving import EngineSection
 from stagewright.serving.deployment import Deployment, InstanceGroup
 from stagewright.serving.metrics import RequestLimits, RequestTimes, Slo
-from stagewright.serving.search import answer
+from stagewright.serving.search import search as searching
 from stagewright.serving.search.bounds import LoadTotals, ReadyLayout, layout_bounds
+from stagewright.serving.search.load import ServingLoad, simulate_load
 from stagewright.serving.search.pairs import LayoutPair, pair_deployment
-from stagewright.serving.search.simulated import ServingLoad, simulate_load
 from stagewright.serving.workload import RequestClass, Workload, with_classes
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.network import Machine
@@ -190,14 +190,14 @@ def test_a_winner_that_fails_when_more_come_is_dropped(monkeypatch):
     asked |= {"ttft": 25, "tpot": 1.2, "tp": 1, "pp": 1, "gpus": 9, "pairs": 0}
     first = sw.search_serving("llama3.1-8b", "h100-sxm", **asked).ranking
     count = first.choices[first.best[0]].deployment.groups[0].settings.instances
-    real, much = answer.simulate_load, first.confirmed[first.best[0]].summary.requests
+    real, much = searching.simulate_load, first.confirmed[first.best[0]].summary.requests
 
     def failing(deployment, load, slo):
         found = real(deployment, load, slo)
         few = deployment.groups[0].settings.instances == count
         return replace(found, meets=False) if few and len(load.workload) >= much else found
 
-    monkeypatch.setattr(answer, "simulate_load", failing)
+    monkeypatch.setattr(searching, "simulate_load", failing)
     found = sw.search_serving("llama3.1-8b", "h100-sxm", **asked)
     of = found.ranking
     (dropped,) = of.dropped
@@ -213,9 +213,9 @@ def test_settings_of_engines_may_be_lists():
         scheduler=["vllm", "sglang"],
     )  # fmt: skip
     kinds = {each.kind for each in found.ranking.choices}
-    tokens = {engines.max_num_batched_tokens for _, _, engines in kinds}
+    tokens = {engines.max_num_batched_tokens for _, engines in kinds}
     assert tokens == {512, 4096}
-    assert {engines.scheduler for _, _, engines in kinds} == {"vllm", "sglang"}
+    assert {engines.scheduler for _, engines in kinds} == {"vllm", "sglang"}
     assert len(kinds) == 8
     for engine in ("vllm", "sglang"):
         rows = [
@@ -311,7 +311,7 @@ def test_the_closest_is_ranked_by_shares_that_are_known():
 
 
 def test_what_was_simulated_until_somebody_stops_it(capfd, tmp_path, monkeypatch):
-    runs, real = [], answer.simulate_long_enough
+    runs, real = [], searching.simulate_long_enough
 
     def stopping(*of):
         if runs:
@@ -319,7 +319,7 @@ def test_what_was_simulated_until_somebody_stops_it(capfd, tmp_path, monkeypatch
         runs.append(real(*of))
         return runs[-1]
 
-    monkeypatch.setattr(answer, "simulate_long_enough", stopping)
+    monkeypatch.setattr(searching, "simulate_long_enough", stopping)
     page = tmp_path / "page.html"
     words = ("--rate", "150", "--tp", "1,2", "--pp", "1", "--ttft", "60", "--tpot", "3")
     assert code(*words, "--num-requests", "50", f"-o{page}") == 130
@@ -435,9 +435,7 @@ def test_written_files_serve_as_the_choice_did(specs, tmp_path: Path, capfd):
         if each.prompts is not None
         and ranking.rows.hardware(each.prompts) != ranking.rows.hardware(each.layout)
     )
-    found = replace(found, ranking=replace(ranking, disaggregated=(), aggregated=[
-        ranking.choices.index(mixed)
-    ]))  # fmt: skip
+    ranking.choices[:] = [mixed._replace(simulated=replace(mixed.simulated, meets=True))]
     files = found.write(tmp_path / "best.yaml")
     assert str(tmp_path / "best.pools.yaml") in files
     assert "# - {serves: prefill, instances: " in found.run_file()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from reprlib import repr as shown
 from typing import Any, NamedTuple
 
@@ -85,75 +85,20 @@ def groups_of(
     return [row, {"serves": "decode", "instances": engines.instances}]
 
 
-@dataclass(frozen=True, eq=False)
-class Planned:
-    """A group of instances before its step times are made."""
-
-    serves: Role
-    experiment: Experiment
-    hardware: Hardware
-    engines: EngineSection
-
-    def changed(self, row: Values) -> Planned:
-        """This group with other settings."""
-        values = dict(row)
-        serves = values.pop("serves", "both")
-        if serves not in ROLES:
-            raise UserError(f"serves is {shown(serves)}, wanted {either(ROLES)}")
-        values.setdefault("instances", 1)
-        name = values.pop("hardware", None)
-        if name is not None and not isinstance(name, str):
-            raise UserError(f"hardware is {shown(name)}, wanted a name or a file")
-        engines = with_settings(self.engines, values)
-        own = {n: values[n] for n in values if n not in EngineSection.__dataclass_fields__}
-        for setting in own:
-            if setting in ("model", "max_model_len", "kv_block_size") or setting not in SETTINGS:
-                raise UserError(
-                    f"{shown(setting)} cannot differ between groups of instances; wanted serves, "
-                    "instances, hardware, settings of a layout (tp, pp, ...) or of an engine"
-                )
-        run = self.experiment.run
-        if own:
-            run = Run.without_derived(
-                {}, {**run.given(), **own, "model": run.model, "mode": "decode"}
-            )
-        return Planned(
-            serves,
-            replace(self.experiment, run=run),
-            self.hardware if name is None else hardware_of(name),
-            engines,
-        )
-
-    def group(self, given: Given, others: Iterable[InstanceGroup] = ()) -> InstanceGroup:
-        """The instances with their step times, shared with equal groups among `others`."""
-        run, cluster, engines = self.experiment.run, self.experiment.cluster, self.engines
-        machine = Machine.of(
-            self.hardware,
-            gpus=run.world_size,
-            topology=cluster.topology,
-            algorithm=cluster.algorithm,
-        )
-        model = (given.config or model_of(run.model, run.as_family or "")).with_overrides(
-            num_layers=run.layers, vocab_size=run.vocab, mtp_num_layers=run.mtp_num_layers
-        )
-        return InstanceGroup.of(
-            run, model, machine, engines, self.experiment.execution,
-            role=self.serves, scheduler=given.scheduler, others=others,
-        )  # fmt: skip
-
-
 def deployment_of(
-    plans: Iterable[Planned],
-    given: Given,
+    experiment: Experiment,
+    hardware: Hardware,
+    engines: EngineSection,
     pools: PoolSection,
     operation: OperationSection,
+    given: Given,
     stages: PromptStages | None = None,
 ) -> Deployment:
     """Groups of instances with their step times, and what happens to them during a run."""
     router_of(pools.prefill_router, "--prefill-router")
     groups: list[InstanceGroup] = []
-    for plan in plans:
-        groups.append(plan.group(given, groups))
+    for row in groups_of(pools, engines, given.pools):
+        groups.append(_group(row, experiment, hardware, engines, given, groups))
     deployment = Deployment(
         tuple(groups), pools.prefill_router, stages, kv_transfer=pools.kv_transfer
     )
@@ -171,6 +116,48 @@ def deployment_of(
             for group in groups
         ]
     return replace(deployment, groups=tuple(groups), operation=events)
+
+
+def _group(
+    row: Values,
+    experiment: Experiment,
+    hardware: Hardware,
+    engines: EngineSection,
+    given: Given,
+    others: Sequence[InstanceGroup],
+) -> InstanceGroup:
+    """The group of a row, whose settings replace those of all; step times are shared."""
+    values = {"instances": 1, **row}
+    role = values.pop("serves", "both")
+    if role not in ROLES:
+        raise UserError(f"serves is {shown(role)}, wanted {either(ROLES)}")
+    name = values.pop("hardware", None)
+    if name is not None and not isinstance(name, str):
+        raise UserError(f"hardware is {shown(name)}, wanted a name or a file")
+    engines = with_settings(engines, values)
+    own = {n: values[n] for n in values if n not in EngineSection.__dataclass_fields__}
+    for setting in own:
+        if setting in ("model", "max_model_len", "kv_block_size") or setting not in SETTINGS:
+            raise UserError(
+                f"{shown(setting)} cannot differ between groups of instances; wanted serves, "
+                "instances, hardware, settings of a layout (tp, pp, ...) or of an engine"
+            )
+    run, cluster = experiment.run, experiment.cluster
+    if own:
+        run = Run.without_derived({}, {**run.given(), **own, "model": run.model, "mode": "decode"})
+    machine = Machine.of(
+        hardware if name is None else hardware_of(name),
+        gpus=run.world_size,
+        topology=cluster.topology,
+        algorithm=cluster.algorithm,
+    )
+    model = (given.config or model_of(run.model, run.as_family or "")).with_overrides(
+        num_layers=run.layers, vocab_size=run.vocab, mtp_num_layers=run.mtp_num_layers
+    )
+    return InstanceGroup.of(
+        run, model, machine, engines, experiment.execution,
+        role=role, scheduler=given.scheduler, others=others,
+    )  # fmt: skip
 
 
 # ---- failures and autoscaling --------------------------------------------------------------------

@@ -42,19 +42,19 @@ from stagewright.searching.space import DIVIDES, DP_ALLOWED, Enumeration, Remove
 from stagewright.serving.command_lines import command_lines
 from stagewright.serving.deployment import slo_of
 from stagewright.serving.schedulers.named import refuse_others
-from stagewright.serving.search.answer import (
+from stagewright.serving.search.bounds import LoadTotals
+from stagewright.serving.search.layouts import MAX_GPUS, layouts
+from stagewright.serving.search.load import ServingLoad
+from stagewright.serving.search.run_files import printed_run_files, write_run_files
+from stagewright.serving.search.search import (
     SearchProgress,
     ServingChoice,
     ServingRanking,
     ServingTarget,
 )
-from stagewright.serving.search.answer import (
+from stagewright.serving.search.search import (
     search_serving as ranked,
 )
-from stagewright.serving.search.bounds import LoadTotals
-from stagewright.serving.search.layouts import MAX_GPUS, layouts
-from stagewright.serving.search.run_files import printed_run_files, write_run_files
-from stagewright.serving.search.simulated import ServingLoad
 from stagewright.serving.workload import Workload
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Any, NamedTuple
 
-from stagewright.api.deployment import Given, Planned, deployment_of, groups_of
+from stagewright.api.deployment import Given, deployment_of
 from stagewright.api.result import OF_SERVING, PublicResult, check_type, path_text
 from stagewright.api.stages import stages_of
 from stagewright.api.workloads import workload_of
@@ -287,14 +287,10 @@ def served(
         load_costs(cluster.costs)
     past = asked.workload.past_context if given.workload is None else 0
     stages = asked.pools.stages if given.stages is None else given.stages
-    base = Planned("both", experiment, hardware, asked.engines)
     deployment = deployment_of(
-        map(base.changed, groups_of(asked.pools, asked.engines, given.pools)),
-        given,
-        asked.pools,
-        asked.operation,
+        experiment, hardware, asked.engines, asked.pools, asked.operation, given,
         stages_of(stages, asked.workload.seed, past),
-    )
+    )  # fmt: skip
     group = next(group for group in deployment.groups if group.role != "prefill")
     first_engine(deployment, instance)
     run = deployment.serve(work, slo, progress, whole_run=asked.workload.whole_run)

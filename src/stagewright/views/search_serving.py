@@ -10,7 +10,7 @@ from stagewright.numbers import many, plural
 from stagewright.run.sections import SETTINGS
 from stagewright.run.sections.declare import setting_in_words
 from stagewright.run.sections.serving import EngineSection
-from stagewright.serving.search.answer import (
+from stagewright.serving.search.search import (
     ServingChoice,
     ServingRanking,
     SmallerDeployment,

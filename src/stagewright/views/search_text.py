@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stagewright.searching.ranking import Ranking
-from stagewright.serving.search.answer import ServingRanking
+from stagewright.serving.search.search import ServingRanking
 from stagewright.texttable import Table
 from stagewright.views import search as views
 from stagewright.views import search_serving as serving_views

@@ -115,12 +115,17 @@ class ReadyLayout(NamedTuple):
     """One instance of the layout."""
     bounds: LayoutBounds
 
+    @property
+    def min_gpus(self) -> int:
+        """GPUs of the fewest instances that may serve."""
+        return self.bounds.min_instances * self.group.gpus
+
 
 def layout_bounds(group: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutBounds:
     """Bounds of a layout, and a guess of how many instances the load needs."""
     times = group.instance.times.of_replica(group.host)
     block = group.instance.cache.block_size
-    shortest, mean_prompt = int(load.prompt.min()), float(load.prompt.mean())
+    shortest = int(load.prompt.min())
     # Requests that share blocks may be as many as a step may have.
     room = group.limits.requests if load.shared else group.num_blocks * block // (shortest + 1)
     max_requests = max(1, min(group.limits.requests, room))
@@ -173,7 +178,7 @@ def layout_bounds(group: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutBou
     )
     room_in_time = load.span + _slack(load, slo)
     min_instances = max(1, math.ceil(busy / room_in_time / group.instance.replicas - 1e-9))
-    guess = _guess(group, load, slo, requests, mean_prompt)
+    guess = _guess(group, load, slo, max_requests)
     return replace(bounds, min_instances=min_instances, guess=max(min_instances, guess))
 
 
@@ -207,33 +212,46 @@ def _slack(load: LoadTotals, slo: Slo) -> float:
     return slo.ttft + float(load.output.max()) * slo.tpot
 
 
-def _guess(group: InstanceGroup, load: LoadTotals, slo: Slo, requests: Int, prompt: float) -> int:
+def _guess(group: InstanceGroup, load: LoadTotals, slo: Slo, most: int) -> int:
     """Instances of a steady state with as many prefills as finished requests.
 
     While a request gets its output, n requests get theirs and n prompts are computed beside them;
     those of all replicas, where these wait for each other.
     """
-    times = group.instance.times.with_host(group.host)
+    prompt, times = float(load.prompt.mean()), group.instance.times.with_host(group.host)
+    context = int(prompt + float(load.output.mean()) / 2)
+    tokens = min(group.limits.tokens, max(1, int(prompt)))
+    chunk = prompt_seconds(group, tokens) * prompt / tokens
+    prefill = max(chunk - times.decode(1, context), 0.0)
+    replicas = group.instance.replicas
+    rate = decode_rate(
+        group, load, slo, most, prefill * (replicas if group.instance.barrier else 1)
+    )
+    wanted = len(load.prompt) / load.span if load.span else math.inf
+    return 1 if wanted == math.inf else max(1, math.ceil(wanted / (rate * replicas)))
+
+
+def decode_rate(
+    group: InstanceGroup, load: LoadTotals, slo: Slo, most: int, prefill: float = 0.0
+) -> float:
+    """Requests per second of one replica in the best batch of up to `most` that keeps the limit.
+
+    `prefill`: seconds by which a prompt beside it makes a step longer; each request has one.
+    """
+    times, drafts = group.instance.times.with_host(group.host), group.drafts
     output = float(load.output.mean())
-    drafts, replicas = group.drafts, group.instance.replicas
-    length = 1.0 if drafts is None else drafts.length
-    context = int(prompt + output / 2)
-    counts = np.unique(np.geomspace(1, len(requests), 40).astype(int))
+    context = int(float(load.prompt.mean()) + output / 2)
+    counts = np.unique(np.geomspace(1, most, 40).astype(int))
     counts = counts[counts * context <= group.num_blocks * group.instance.cache.block_size]
     if not len(counts):
         counts = np.array([1])
-    tokens = min(group.limits.tokens, max(1, int(prompt)))
-    chunk = prompt_seconds(group, tokens) * prompt / tokens
+    length = 1.0 if drafts is None else drafts.length
     steps: Float = np.array([times.decode(n, n * context) for n in counts.tolist()]) / length
-    decode_one = times.decode(1, context)
-    prefills = counts * (replicas if group.instance.barrier else 1)
-    tpot = steps + prefills / output * max(chunk - decode_one, 0.0)
-    rate = counts / (output * tpot)
+    tpot = steps + counts / output * prefill
+    rates = counts / (output * tpot)
     if slo.tpot is not None and (tpot <= slo.tpot).any():
-        rate = rate[tpot <= slo.tpot]
-    wanted = len(load.prompt) / load.span if load.span else math.inf
-    per_instance = float(rate.max()) * group.instance.replicas
-    return 1 if wanted == math.inf else max(1, math.ceil(wanted / per_instance))
+        rates = rates[tpot <= slo.tpot]
+    return float(rates.max())
 
 
 def prompt_seconds(group: InstanceGroup, tokens: int) -> float:

@@ -1,20 +1,19 @@
-"""Disaggregated deployments: the most promising pairs of layouts, and their simulation."""
+"""Disaggregated deployments: promising pairs of layouts, and the fewest instances of each."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
-
-import numpy as np
 
 from stagewright.serving.deployment import Deployment, InstanceGroup
 from stagewright.serving.disaggregation import Role
 from stagewright.serving.metrics import Slo
 from stagewright.serving.schedulers.static import Static
-from stagewright.serving.search.bounds import LoadTotals, ReadyLayout
+from stagewright.serving.search.bounds import LoadTotals, ReadyLayout, decode_rate
+from stagewright.serving.search.load import SimulatedLoad
 
 BUSY = 0.8
 """Share of time that a prefill instance computes, in the guess of their number."""
@@ -38,10 +37,8 @@ class LayoutPair(NamedTuple):
     @property
     def gpus(self) -> int:
         """GPUs of the guess."""
-        return sum(
-            count * layout.group.gpus
-            for count, layout in zip(self.counts, self.layouts, strict=True)
-        )
+        prompts, decode = self.counts
+        return prompts * self.prompts.group.gpus + decode * self.decode.group.gpus
 
 
 def pairs_of(
@@ -55,17 +52,15 @@ def pairs_of(
     if not 0 < rate < math.inf:
         return []
     first = [
-        (layout, count)
+        (layout, _for_prompts(layout.group, load, rate))
         for layout in ready
         if slo.ttft is None or layout.bounds.min_ttft <= slo.ttft
-        for count in [_for_prompts(layout.group, load, rate)]
     ]
     last = [
-        (layout, count)
+        (layout, _for_decode(layout.group, load, rate, slo))
         for layout in ready
         if slo.tpot is None or layout.bounds.min_tpot <= slo.tpot or not load.decodes
         if not isinstance(layout.group.scheduler, Static)
-        for count in [_for_decode(layout.group, load, rate, slo)]
     ]
     pairs = [
         LayoutPair(one, two, (p, d))
@@ -100,69 +95,50 @@ def _for_prompts(group: InstanceGroup, load: LoadTotals, rate: float) -> int:
 
 def _for_decode(group: InstanceGroup, load: LoadTotals, rate: float, slo: Slo) -> int:
     """Instances that decode as fast as prompts are done, within the limit per token."""
-    times = group.instance.times.with_host(group.host)
-    output = float(load.output.mean())
-    context = int(load.prompt.mean() + output / 2)
+    context = int(load.prompt.mean() + load.output.mean() / 2)
     room = max(1, group.num_blocks * group.instance.cache.block_size // context)
-    limit = max(1, min(group.limits.requests, room))
-    counts = np.unique(np.geomspace(1, limit, 40).astype(int))
-    length = 1.0 if group.drafts is None else group.drafts.length
+    most = max(1, min(group.limits.requests, room))
     # Of all replicas, which have as many requests.
-    steps = np.array([times.decode(n, n * context) for n in counts.tolist()]) / length
-    rates = counts / (output * steps)
-    if slo.tpot is not None and (steps <= slo.tpot).any():
-        rates = rates[steps <= slo.tpot]
-    return max(1, math.ceil(rate / float(rates.max()) / group.instance.replicas))
+    decoded = decode_rate(group, load, slo, most)
+    return max(1, math.ceil(rate / decoded / group.instance.replicas))
 
 
-@dataclass(slots=True)
-class CountAttempt:
-    """Numbers of instances, and whether they keep the limits."""
-
-    prompts: int
-    decode: int
-    meets: bool = False
-    ttft_binds: bool = False
-    """At least as many requests missed the TTFT limit as the TPOT limit."""
-
-
-def counts_to_try(pair: LayoutPair, max_gpus: int) -> Iterator[CountAttempt]:
-    """Numbers of instances to simulate: more until the limits are kept, then fewer."""
+def find_fewest(
+    pair: LayoutPair, max_gpus: int, simulate: Callable[[int, int], SimulatedLoad]
+) -> None:
+    """Simulate more instances of both layouts until the limits are kept, then fewer."""
     prompts, decode = pair.counts
     first, last = (each.group.gpus for each in pair.layouts)
-    simulations = 0
+    simulations, meets = 0, False
     while simulations < MAX_SIMULATIONS and prompts * first + decode * last <= max_gpus:
-        attempt = CountAttempt(prompts, decode)
-        yield attempt
-        simulations += 1
-        if attempt.meets:
+        load = simulate(prompts, decode)
+        simulations, meets = simulations + 1, load.meets
+        if meets:
             break
-        if attempt.ttft_binds:
+        if load.binding != "TPOT":
             prompts += max(1, prompts // 4)
         else:
             decode += max(1, decode // 4)
-    else:
-        return
-    open_sides = {"prompts", "decode"}
-    while open_sides and simulations < MAX_SIMULATIONS:
-        side = max(open_sides, key=lambda name: (first if name == "prompts" else last, name))
-        fewer = (prompts - (side == "prompts"), decode - (side == "decode"))
-        if min(fewer) < 1:
-            open_sides.remove(side)
-            continue
-        attempt = CountAttempt(*fewer)
-        yield attempt
-        simulations += 1
-        if attempt.meets:
-            prompts, decode = fewer
-        else:
-            open_sides.remove(side)
+    sides = [True, False] if first >= last else [False, True]  # of prompts, the larger one first
+    while meets and sides and simulations < MAX_SIMULATIONS:
+        fewer = (prompts - 1, decode) if sides[0] else (prompts, decode - 1)
+        if min(fewer) >= 1:
+            simulations += 1
+            if simulate(*fewer).meets:
+                prompts, decode = fewer
+                continue
+        del sides[0]
+
+
+def with_instances(group: InstanceGroup, count: int) -> InstanceGroup:
+    """The group with another number of instances."""
+    return replace(group, settings=replace(group.settings, instances=count))
 
 
 def pair_deployment(pair: LayoutPair, prompts: int, decode: int) -> Deployment:
     """Deployment of a pair of layouts with some numbers of instances."""
     groups = (
-        replace(layout.group, role=role, settings=replace(layout.group.settings, instances=count))
+        replace(with_instances(layout.group, count), role=role)
         for layout, role, count in zip(pair.layouts, PAIR_ROLES, (prompts, decode), strict=True)
     )
     return Deployment(tuple(groups))

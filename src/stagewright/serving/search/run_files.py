@@ -23,7 +23,7 @@ from stagewright.searching.run_file import (
     write_run_file,
     yaml_value,
 )
-from stagewright.serving.search.answer import ServingChoice
+from stagewright.serving.search.search import ServingChoice
 
 _OF_ALL = ("model", "mode", "max_model_len", "kv_block_size")
 """Settings of a run in which groups of instances cannot differ."""

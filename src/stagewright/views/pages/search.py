@@ -15,7 +15,7 @@ from stagewright.searching.ranking import Ranking, nothing_found
 from stagewright.searching.run_file import hardware_file, hardware_file_name, is_packaged, run_file
 from stagewright.searching.sensitivity import sensitivities
 from stagewright.searching.space import Enumeration, Removed
-from stagewright.serving.search.answer import ServingRanking
+from stagewright.serving.search.search import ServingRanking
 from stagewright.texttable import Table
 from stagewright.views import search as tables
 from stagewright.views import search_serving
