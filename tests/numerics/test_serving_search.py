@@ -53,7 +53,7 @@ def drawn(draw: random.Random) -> Workload:
     return Workload("random", arrival, prompt, array("i", draw.choices(range(1, 60), k=count)))
 
 
-def test_the_fewest_instances_are_not_below_the_bound(group: InstanceGroup):
+def test_what_bounds_exclude_misses_the_limits(group: InstanceGroup):
     stopped = bounded = 0
     for seed in range(12):
         draw = random.Random(seed)
@@ -75,9 +75,8 @@ def test_the_fewest_instances_are_not_below_the_bound(group: InstanceGroup):
             if not found.stopped:
                 assert found.summary == whole
             assert not meets or not bounds.reason
-            assert not meets or count >= bounds.min_instances
             stopped += found.stopped
-            bounded += bool(bounds.reason) or bounds.min_instances > count
+            bounded += bool(bounds.reason)
     assert stopped
     assert bounded
 
@@ -121,9 +120,6 @@ def test_nothing_played_beats_its_bounds(name):
         assert np.nanmin(times.tpot) > bounds.min_tpot * (1 - 1e-9)
         longest = work.prompt.index(max(work.prompt))
         assert times.ttft[longest] > bounds.min_ttft * (1 - 1e-9)
-        busy = max(outcome.records.finish) * group.instance.replicas
-        assert busy > bounds.per_prompt_token * sum(work.prompt)
-        assert busy > bounds.per_token * (sum(work.output) - len(work))
 
 
 def test_limits_of_classes_hold_in_place_of_those_of_all(tmp_path):

@@ -130,7 +130,7 @@ class Serving(ServedRun, PublicResult):
     @property
     def interactivity(self) -> float:
         """Tokens/s of a user, end to end: 1 / 90th percentile of E2E per output token (AgentX)."""
-        return RequestTimes.of(self.outcome).interactivity(self.outcome.workload)
+        return RequestTimes.of(self.outcome).interactivity
 
     def expense(self) -> ServingExpense:
         """Energy of the measured window, and its cost at the price of a GPU-hour."""

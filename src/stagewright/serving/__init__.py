@@ -22,5 +22,6 @@ A request from its arrival to its last token:
 
 With stages, remote caches or failures it takes further ways: `stages` before the prompt,
 `disaggregation` and `kv_transfer` between prefill and decode, `lockstep` where replicas share
-experts, `operation` where instances fail. `metrics` sums up the records that `steadiness` selects.
+experts, `operation` where instances fail. `metrics` sums up the records that `steadiness` selects,
+with gaps between tokens from the engines' `step_log`; `search` looks for the cheapest deployment.
 """

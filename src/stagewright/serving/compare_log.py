@@ -116,9 +116,8 @@ def compare_rates(log: MeasuredRun, outcome: Outcome) -> list[ComparedFigure]:
     times = RequestTimes.of(outcome)
     if not len(times.number):
         return []
-    seconds = float(np.nanmax(outcome.records.finish) - np.nanmin(outcome.records.arrival))
-    output = np.frombuffer(outcome.workload.output, np.int32)[times.number]
-    totals = {"requests/s": len(times.number), "output tokens/s": int(output.sum())}
+    seconds = float(times.finish.max() - np.nanmin(outcome.records.arrival))
+    totals = {"requests/s": len(times.number), "output tokens/s": int(times.output.sum())}
     return [
         ComparedFigure(rate, "", measured, totals[rate] / seconds)
         for rate, measured in log.rates.items()

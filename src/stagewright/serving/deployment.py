@@ -463,11 +463,8 @@ def _pool(role: Role, group_of: list[InstanceGroup], workload: Workload, router:
         return tokens <= group.max_request_tokens
 
     limits = {(group.max_request_tokens, group.max_prompt) for group in groups.values()}
-    weakest = {min(groups, key=lambda n: groups[n].max_request_tokens)}
-    weakest.add(min(groups, key=lambda n: groups[n].max_prompt))
-    all_fit = len(limits) == 1 or all(fits(r, n) for r in range(len(workload)) for n in weakest)
     hosts = {number: group.host for number, group in groups.items()}
-    return Pool(role, [*groups], router_of(router), hosts, None if all_fit else fits)
+    return Pool(role, [*groups], router_of(router), hosts, fits if len(limits) > 1 else None)
 
 
 def transfer_between(source: InstanceGroup, target: InstanceGroup) -> KvTransferCost:

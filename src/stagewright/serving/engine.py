@@ -26,8 +26,8 @@ from stagewright.serving.batch import (
     steps_to_reach,
 )
 from stagewright.serving.kv_cache import NO_HIT, CacheHit, PagedKvCache
-from stagewright.serving.samples import MAX_SAMPLES, EngineSamples, StepLog
 from stagewright.serving.speculative import Drafts
+from stagewright.serving.step_log import MAX_SAMPLES, EngineSamples, StepLog
 from stagewright.serving.workload import NO_CHAIN, Chain, Records, Workload
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from stagewright.arrays import Bool, Float
+from stagewright.arrays import Bool, Float, Int
 from stagewright.numbers import duration, many
 from stagewright.serving.engine import Engine
-from stagewright.serving.samples import LogSpan, gap_quantiles
 from stagewright.serving.simulation import Outcome
 from stagewright.serving.steadiness import Steadiness, Window, steadiness_of, window_of
+from stagewright.serving.step_log import LogSpan, gap_quantiles
 from stagewright.serving.workload import Records, Workload
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -31,9 +31,10 @@ class Spread:
 
     @classmethod
     def of(cls, values: Float) -> Spread:
-        """Distribution of equally likely values; nan of none."""
+        """Distribution of equally likely values, without those that are nan; nan of none."""
+        values = values[np.isfinite(values)]
         if not len(values):
-            return cls(*[float("nan")] * 4)
+            return cls(*[math.nan] * 4)
         return cls(float(values.mean()), *map(float, np.quantile(values, [*QUANTILES.values()])))
 
 
@@ -77,73 +78,81 @@ class RequestLimits(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RequestTimes:
-    """Columns of some requests, in seconds."""
+    """Columns of some requests: moments (s since the run began), and times that follow (s)."""
 
-    number: np.ndarray[Any, np.dtype[np.int64]]
+    number: Int
     """Places in the workload."""
-    queue: Float
-    """Seconds from the arrival to the first step with the request."""
-    ttft: Float
-    """Seconds from the arrival to the first token."""
-    tpot: Float
-    """Seconds per token from the first token to the last; nan for a single token."""
-    e2e: Float
+    arrival: Float
+    scheduled: Float
+    """Begin of the first step with the request."""
+    first: Float
+    finish: Float
+    output: Int
+    """Tokens."""
 
     @classmethod
     def of(cls, outcome: Outcome) -> RequestTimes:
         """Times of all finished requests."""
-        records = outcome.records
-        finish = np.frombuffer(records.finish)
-        number = np.flatnonzero(np.isfinite(finish))
-        finished = number if len(number) < len(finish) else slice(None)  # all of them: no copies
-        arrival, first, scheduled, finish = (
-            np.frombuffer(c)[finished]
-            for c in (records.arrival, records.first, records.scheduled, records.finish)
-        )
-        further_tokens = np.frombuffer(outcome.workload.output, np.int32)[finished] - 1
-        tpot = finish - first
-        np.divide(tpot, further_tokens, out=tpot, where=further_tokens > 0)
-        tpot[further_tokens < 1] = np.nan
-        return cls(number, scheduled - arrival, first - arrival, tpot, finish - arrival)
+        times = cls._of_all(outcome.workload, outcome.records)
+        return times.take(np.isfinite(times.finish))
 
-    def interactivity(self, work: Workload) -> float:
+    @classmethod
+    def at_least(cls, work: Workload, records: Records, at: float) -> RequestTimes:
+        """Lower bounds of times of all requests at time `at`; nan before their arrival."""
+        times = cls._of_all(work, records)
+        scheduled, first, finish = (
+            np.where(np.isnan(c), at, c) for c in (times.scheduled, times.first, times.finish)
+        )
+        return replace(times, scheduled=scheduled, first=first, finish=finish)
+
+    @classmethod
+    def _of_all(cls, work: Workload, records: Records) -> RequestTimes:
+        arrival, scheduled, first, finish = (
+            np.frombuffer(c)
+            for c in (records.arrival, records.scheduled, records.first, records.finish)
+        )
+        output = np.array(work.output, dtype=np.int64)
+        return cls(np.arange(len(work)), arrival, scheduled, first, finish, output)
+
+    def take(self, chosen: Bool) -> RequestTimes:
+        """Times of some of the requests."""
+        return RequestTimes(*(getattr(self, column.name)[chosen] for column in fields(self)))
+
+    @property
+    def queue(self) -> Float:
+        """Seconds from the arrival to the first step with the request."""
+        return self.scheduled - self.arrival
+
+    @property
+    def ttft(self) -> Float:
+        """Seconds from the arrival to the first token."""
+        return self.first - self.arrival
+
+    @property
+    def tpot(self) -> Float:
+        """Seconds per token from the first token to the last; nan for a single token."""
+        further = self.output - 1
+        return np.where(further > 0, (self.finish - self.first) / np.maximum(further, 1), np.nan)
+
+    @property
+    def e2e(self) -> Float:
+        """Seconds from the arrival to the last token."""
+        return self.finish - self.arrival
+
+    @property
+    def interactivity(self) -> float:
         """Tokens/s of a user, end to end: 1 / 90th percentile of E2E per output token.
 
         The metric of InferenceX's AgentX (SemiAnalysisAI/InferenceX@843c6254 `MODELS.md`), over
         all of its requests; nan where none is done.
         """
-        per_token = self.e2e / np.frombuffer(work.output, np.int32)[self.number]
-        return 1 / float(np.quantile(per_token, 0.9)) if len(per_token) else float("nan")
-
-    @classmethod
-    def at_least(cls, work: Workload, records: Records, at: float) -> RequestTimes:
-        """Lower bounds of times of all requests at time `at`; nan before their arrival."""
-        arrival, first, scheduled, finish = (
-            np.frombuffer(c)
-            for c in (records.arrival, records.first, records.scheduled, records.finish)
-        )
-        further_tokens = np.frombuffer(work.output, np.int32) - 1
-        until = np.where(np.isnan(finish), at, finish)
-        tpot = np.where(further_tokens > 0, (until - first) / np.maximum(further_tokens, 1), np.nan)
-        queue, ttft = (np.where(np.isnan(c), at, c) - arrival for c in (scheduled, first))
-        return cls(np.arange(len(work)), queue, ttft, tpot, until - arrival)
-
-    def take(self, chosen: Bool) -> RequestTimes:
-        """Times of some of the requests; without copies of the last ones."""
-        first = int(chosen.argmax())
-        if chosen[first:].all():
-            return RequestTimes(*(getattr(self, column.name)[first:] for column in fields(self)))
-        return RequestTimes(*(getattr(self, column.name)[chosen] for column in fields(self)))
-
-    def places(self, requests: int) -> np.ndarray[Any, np.dtype[np.int64]] | slice:
-        """Index of these requests in a column: a slice, without a copy, if all finished."""
-        return self.number if len(self.number) < requests else slice(None)
+        per_token = self.e2e / self.output
+        return 1 / float(np.quantile(per_token, 0.9)) if len(per_token) else math.nan
 
     def missed(self, limits: RequestLimits) -> MissedLimits:
         """Requests that miss limits (goodput of DistServe, arXiv 2401.09670)."""
-        at = self.places(len(limits.ttft))
-        ttft, tpot = self.ttft > limits.ttft[at], self.tpot > limits.tpot[at]
-        return MissedLimits(ttft, tpot, self.e2e > limits.e2e[at])
+        ttft, tpot, e2e = (limit[self.number] for limit in limits)
+        return MissedLimits(self.ttft > ttft, self.tpot > tpot, self.e2e > e2e)
 
 
 class MissedLimits(NamedTuple):
@@ -325,80 +334,74 @@ def summarize(
     whole_run: bool = False,
 ) -> ServingSummary:
     """Compute the metrics of a run; `gpus` of all engines."""
-    window = window_of(outcome.records, whole_run=whole_run)
     work, records = outcome.workload, outcome.records
-    limits = RequestLimits.of(work, slo)
-    # By themselves, since a million requests take 32 MB: the columns are gone before the others.
-    keeps = ~RequestTimes.of(outcome).missed(limits).any_limit
-    steadiness = steadiness_of(outcome, keeps)
-    finite = np.isfinite(np.frombuffer(records.finish))
-    finished = slice(None) if finite.all() else finite  # all of them: no copies
-    arrival, scheduled, first, finish = (
-        np.frombuffer(c)[finished]
-        for c in (records.arrival, records.scheduled, records.first, records.finish)
-    )
-    output, prompt = (np.frombuffer(c, np.int32)[finished] for c in (work.output, work.prompt))
-    output_tokens = float(window.contains(first).sum())
-    output_tokens += float(window.share(first, finish) @ (output - 1))
-    prompt_tokens = float(window.share(scheduled, first) @ prompt)
-    running = float(window.overlap(scheduled, finish).sum())
-    waiting = float(window.overlap(arrival, scheduled).sum())
-    times, inside = RequestTimes.of(outcome), window.measures(arrival)
-    times = times if inside.all() else times.take(inside)
+    window = window_of(records, whole_run=whole_run)
+    limits, done = RequestLimits.of(work, slo), RequestTimes.of(outcome)
+    keeps = ~done.missed(limits).any_limit
+    times = done.take(window.measures(done.arrival))
+    missed, tpot = times.missed(limits), Spread.of(times.tpot)
+    in_window = ~(np.frombuffer(records.arrival) < window.begins)
+    total = int(in_window.sum()) * (1 + sum(rejected.values()) / max(1, len(work)))
+    prompt, cached = (np.frombuffer(c, np.int32) for c in (work.prompt, records.cached))
+    output_tokens = float(window.contains(done.first).sum())
+    output_tokens += float(window.share(done.first, done.finish) @ (done.output - 1))
+    prompt_tokens = float(window.share(done.scheduled, done.first) @ prompt[done.number])
     per_second = 1 / window.seconds if window.seconds else 0.0
-    before_window = np.frombuffer(records.arrival) < window.begins
-    num_measured = len(work) - int(before_window.sum())
-    missed = times.missed(limits)
-    good = int((~missed.any_limit).sum())
-    total = num_measured * (1 + sum(rejected.values()) / max(1, len(work)))
-    samples = [_use_of_cache(engine, window) for engine in outcome.engines]
-    use = np.concatenate(samples) if samples else np.zeros(0)
-    tpot = _spread(times.tpot)
-    in_window = slice(None) if not before_window.any() else ~before_window
+    use = np.concatenate([_use_of_cache(engine, window) for engine in outcome.engines])
+    gaps = [
+        rows
+        for engine in outcome.engines
+        for rows in engine.step_log.gap_parts(logged_in(engine, window))
+    ]
     return ServingSummary(
-        requests=len(finish),
-        unfinished=len(work) - len(finish) - sum(outcome.refused.values()),
+        requests=len(done.number),
+        unfinished=len(work) - len(done.number) - sum(outcome.refused.values()),
         rejected={**rejected, **outcome.refused},
         shortened=shortened,
-        seconds=float(finish.max() - np.nanmin(records.arrival)) if len(finish) else 0.0,
+        seconds=max(0.0, float(done.finish.max(initial=0.0) - np.nanmin(records.arrival))),
         window=window,
-        measured=num_measured,
-        steadiness=steadiness,
+        measured=int(in_window.sum()),
+        steadiness=steadiness_of(
+            done.arrival, done.queue + _transfer_queue(outcome, done), done.finish, keeps,
+            closed=work.concurrency is not None,
+        ),
         queue=Spread.of(times.queue),
         ttft=Spread.of(times.ttft),
         tpot=tpot,
-        itl=gap_spread(
-            [
-                rows
-                for engine in outcome.engines
-                for rows in engine.step_log.gap_parts(logged_in(engine, window))
-            ]
-        ),
+        itl=gap_spread(gaps),
         e2e=Spread.of(times.e2e),
-        good=good / total if total else 0.0,
+        good=int((~missed.any_limit).sum()) / total if total else 0.0,
         binding=missed.binding,
-        goodput=float((keeps & window.contains(finish)).sum()) * per_second,
-        request_rate=float(window.contains(finish).sum()) * per_second,
+        goodput=float((keeps & window.contains(done.finish)).sum()) * per_second,
+        request_rate=float(window.contains(done.finish).sum()) * per_second,
         token_rate=output_tokens * per_second / max(float(np.mean(work.output)), 1.0),
         output_rate=output_tokens * per_second,
         total_rate=(output_tokens + prompt_tokens) * per_second,
         gpus=gpus,
-        user_rate=1 / tpot.p50 if tpot.p50 > 0 else float("nan"),
-        mean_running=running * per_second,
-        mean_waiting=waiting * per_second,
+        user_rate=1 / tpot.p50 if tpot.p50 > 0 else math.nan,
+        mean_running=float(window.overlap(done.scheduled, done.finish).sum()) * per_second,
+        mean_waiting=float(window.overlap(done.arrival, done.scheduled).sum()) * per_second,
         hit_rate=float(
-            np.frombuffer(records.cached, np.int32)[in_window].sum(dtype=np.int64)
-            / max(1, np.frombuffer(work.prompt, np.int32)[in_window].sum(dtype=np.int64))
+            cached[in_window].sum(dtype=np.int64) / max(1, prompt[in_window].sum(dtype=np.int64))
         ),
         preemptions=sum(records.preempted),
         kv_mean=float(use.mean()) if len(use) else 0.0,
         kv_peak=float(use.max()) if len(use) else 0.0,
         **_sent(outcome, in_window),
-        classes=_by_class(outcome, times, missed, before_window),
+        classes=_by_class(work, times, missed, in_window),
         stages={
-            name: _spread(np.array(column)[in_window]) for name, column in outcome.stages.items()
+            name: Spread.of(np.array(column)[in_window]) for name, column in outcome.stages.items()
         },
-    )
+    )  # fmt: skip
+
+
+def _transfer_queue(outcome: Outcome, done: RequestTimes) -> Float:
+    """Seconds for which caches of requests wait for links."""
+    handover = outcome.handover
+    if handover is None:
+        return np.zeros(len(done.number))
+    waits = np.array(handover.begins) - np.array(handover.prefilled)
+    return np.nan_to_num(np.maximum(waits[done.number], 0.0))
 
 
 def logged_in(engine: Engine, window: Window) -> LogSpan | None:
@@ -417,41 +420,33 @@ def _use_of_cache(engine: Engine, window: Window) -> Float:
 
 
 def _by_class(
-    outcome: Outcome, times: RequestTimes, missed: MissedLimits, before_window: Bool
+    work: Workload, times: RequestTimes, missed: MissedLimits, in_window: Bool
 ) -> dict[str, ClassSummary]:
     """Summary of each class, of requests in the window."""
-    work = outcome.workload
     if work.class_of is None:
         return {}
     class_of, kept = np.array(work.class_of), ~missed.any_limit
     summaries: dict[str, ClassSummary] = {}
     for index, request_class in enumerate(work.classes):
         in_class = class_of[times.number] == index
-        requests = int(((class_of == index) & ~before_window).sum())
+        requests = int(((class_of == index) & in_window).sum())
+        of_class = times.take(in_class)
         summaries[request_class.name] = ClassSummary(
             requests,
-            int(in_class.sum()),
+            len(of_class.number),
             float(kept[in_class].sum()) / requests if requests else 0.0,
-            Spread.of(times.ttft[in_class]),
-            _spread(times.tpot[in_class]),
-            Spread.of(times.e2e[in_class]),
+            *map(Spread.of, (of_class.ttft, of_class.tpot, of_class.e2e)),
         )
     return summaries
 
 
-def _spread(values: Float) -> Spread:
-    """Distribution of the values that are not nan."""
-    finite = np.isfinite(values)
-    return Spread.of(values if finite.all() else values[finite])
-
-
-def _sent(outcome: Outcome, in_window: Bool | slice) -> dict[str, Any]:
+def _sent(outcome: Outcome, in_window: Bool) -> dict[str, Any]:
     """Metrics of KV transfers; none without disaggregation."""
     handover = outcome.handover
     if handover is None:
         return {}
     seconds = np.array(handover.arrives) - np.array(handover.prefilled)
     return {
-        "transfer": _spread(seconds[in_window]),
+        "transfer": Spread.of(seconds[in_window]),
         "transfer_bytes": float(sum(handover.bytes)),
     }

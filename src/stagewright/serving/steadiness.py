@@ -19,7 +19,6 @@ import numpy as np
 
 from stagewright.arrays import Bool, Float
 from stagewright.numbers import duration, many
-from stagewright.serving.simulation import Outcome
 from stagewright.serving.workload import Records
 
 WARM_UP = 0.2
@@ -139,20 +138,13 @@ class Steadiness:
         )
 
 
-def steadiness_of(outcome: Outcome, keeps: Bool) -> Steadiness:
-    """Steadiness of the finished requests of a run; `keeps`: those that keep the limits."""
-    records, closed = outcome.records, outcome.workload.concurrency is not None
-    finite = np.isfinite(np.frombuffer(records.finish))
-    done = slice(None) if finite.all() else finite  # all of them: no copies
-    arrival, scheduled, finish = (
-        np.frombuffer(c)[done] for c in (records.arrival, records.scheduled, records.finish)
-    )
-    waits = scheduled - arrival
-    if outcome.handover is not None:
-        sent, prefilled = (
-            np.frombuffer(c)[done] for c in (outcome.handover.begins, outcome.handover.prefilled)
-        )
-        waits = waits + np.nan_to_num(np.maximum(sent - prefilled, 0.0))
+def steadiness_of(
+    arrival: Float, waits: Float, finish: Float, keeps: Bool, *, closed: bool
+) -> Steadiness:
+    """Steadiness of a run, by columns of its finished requests (s).
+
+    `waits`: seconds in queues; `keeps`: requests that keep the limits; `closed`: in a closed loop.
+    """
     window = arrival_window(arrival, len(arrival))
     if window is None or not window.seconds:
         return Steadiness(

@@ -131,7 +131,7 @@ def requests(served: ServedRun, slo: Slo) -> Table:
     columns: dict[str, list[Any]] = {
         "request": rows.tolist(),
         "engine": chosen(records.engine),
-        "arrival": chosen(records.arrival),
+        "arrival": times.arrival.tolist(),
         "prompt": chosen(work.prompt),
         "output": chosen(work.output),
         "cached": chosen(records.cached),
@@ -141,7 +141,7 @@ def requests(served: ServedRun, slo: Slo) -> Table:
         "tpot": [None if t != t else t for t in times.tpot.tolist()],
         "e2e": times.e2e.tolist(),
         "good": (~times.missed(RequestLimits.of(work, slo)).any_limit).tolist(),
-        "measured": served.summary.window.measures(np.array(records.arrival)[rows]).tolist(),
+        "measured": served.summary.window.measures(times.arrival).tolist(),
     }
     units: dict[str, str] = dict.fromkeys(("prompt", "output", "cached", "preempted"), "")
     units |= dict.fromkeys(("queue", "ttft", "tpot", "e2e"), "s")

@@ -67,7 +67,7 @@ def serving_text(
     if summary.classes:
         yield per_class(summary)
     if workload.predecessor is not None:
-        rate = RequestTimes.of(run.outcome).interactivity(workload)
+        rate = RequestTimes.of(run.outcome).interactivity
         yield (
             f"interactivity: {rate:,.1f} tokens/s per user, end to end (1 / p90 of E2E per output "
             "token)"

@@ -10,9 +10,9 @@ from stagewright.serving.engine import Engine
 from stagewright.serving.kv_cache import PagedKvCache
 from stagewright.serving.metrics import Slo, gap_spread, summarize
 from stagewright.serving.routers import ROUTERS
-from stagewright.serving.samples import StepLog
 from stagewright.serving.schedulers.vllm import Vllm
 from stagewright.serving.simulation import chains_in_blocks
+from stagewright.serving.step_log import StepLog
 from stagewright.serving.workload import Workload
 from stagewright.serving.workloads.synthetic import (
     Arrivals,

@@ -1,15 +1,13 @@
-"""Bounds of a layout's latency and throughput without simulation, and a guess of instances.
+"""Lower bounds of a layout's latencies without simulation, and a guess of instances.
 
-Each bound is sound for any scheduler: a request's tokens are made in steps, of which none gives it
-more than one token and its drafts, no step is shorter than the shortest one, and an instance runs
-one step at a time.
+A bound is sound for any scheduler: a request's tokens are made in steps, of which none gives it
+more than one token and its drafts, and no step is shorter than the shortest one.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -20,10 +18,9 @@ from stagewright.serving.batch import BatchPlan, DecodeRun
 from stagewright.serving.deployment import InstanceGroup
 from stagewright.serving.metrics import Slo
 from stagewright.serving.steadiness import WARM_UP
+from stagewright.serving.steps.step_times import StepTimes
 from stagewright.serving.workload import Workload
 
-_CHUNKS = 100
-"""Numbers of tokens in a step of prompts that bounds look at."""
 _FEW_KEYS = (16, 32, 64, 128, 256)
 """Few keys of a decoding request, next to which new tokens count."""
 
@@ -80,11 +77,6 @@ class LoadTotals:
         """True if a request that must keep its limits has several output tokens."""
         return int((self.output > 1).sum()) > self.misses
 
-    def sum_of_good(self, tokens: Int) -> float:
-        """Sum without the largest, of requests that may miss their limits."""
-        kept = max(0, len(tokens) - max(self.misses, 0))
-        return float(np.sort(tokens)[:kept].sum())
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayoutBounds:
@@ -92,14 +84,8 @@ class LayoutBounds:
 
     min_tpot: float
     """Lower bound of the seconds between the tokens of a request."""
-    per_token: float
-    """Lower bound of the seconds of an engine for an output token."""
-    per_prompt_token: float
-    """Lower bound of the seconds of an engine for a token of a prompt."""
     min_ttft: float
     """Seconds to the first token of the longest prompt that must keep its limit, alone."""
-    min_instances: int
-    """Lower bound of the number of instances; 0: no number of instances keeps the limits."""
     reason: str
     """Reason why no number of instances keeps the limits; empty if some may."""
     guess: int
@@ -115,71 +101,33 @@ class ReadyLayout(NamedTuple):
     """One instance of the layout."""
     bounds: LayoutBounds
 
-    @property
-    def min_gpus(self) -> int:
-        """GPUs of the fewest instances that may serve."""
-        return self.bounds.min_instances * self.group.gpus
-
 
 def layout_bounds(group: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutBounds:
     """Bounds of a layout, and a guess of how many instances the load needs."""
-    times = group.instance.times.of_replica(group.host)
-    block = group.instance.cache.block_size
+    times, replicas = group.instance.times.of_replica(group.host), group.instance.replicas
+    block, drafts = group.instance.cache.block_size, group.drafts
     shortest = int(load.prompt.min())
     # Requests that share blocks may be as many as a step may have.
     room = group.limits.requests if load.shared else group.num_blocks * block // (shortest + 1)
     max_requests = max(1, min(group.limits.requests, room))
-    requests = np.arange(1, max_requests + 1)
-    replicas, drafts = group.instance.replicas, group.drafts
-    tokens_of_step = 1 if drafts is None else drafts.max_tokens
-
-    def alone_seconds(seconds: float, tokens: int, requests: int) -> float:
-        """Seconds of a step while all other replicas are idle."""
-        plan = BatchPlan(DecodeRun(1, seconds, 0.0), tokens, requests)
-        return times.group_runs([plan], tokens / replicas)[0].seconds
-
     new = 1 + group.instance.run.num_speculative_tokens
     # Of several queries some see no more than each other, beside which more keys take no longer.
     keys = [shortest + new, *(few for few in _FEW_KEYS if shortest + new < few and new > 1)]
-    decode = np.array(
-        [
-            min(alone_seconds(times.decode(n, n * each), n * new, n) for each in keys)
-            for n in requests.tolist()
-        ]
-    )
-    per_token = float((decode / requests).min()) / tokens_of_step
-    chunks = np.unique(np.geomspace(1, group.limits.tokens, _CHUNKS).astype(int)).tolist()
-    # A step of so many tokens takes no less than one of fewer. Short prompts have fewer pairs in
-    # more tiles of attention, so that those of any length may take least; of long ones are fewest.
-    top = int(load.prompt.max())
-    lengths = [*(1 << n for n in range(top.bit_length())), top]
-    prompts = [
-        alone_seconds(times.step(few, few * (length + 1) // 2, few, some), few, some) / many
-        for few, many in pairwise(chunks)
-        for some in (-(-few // top),)
-        for length in lengths
-        if length <= few
-    ]
-    per_prompt_token = 0.0 if load.shared else min(prompts)
+    min_tpot = min(
+        _alone(times, replicas, times.decode(n, n * each), n * new, n)
+        for n in range(1, max_requests + 1)
+        for each in keys
+    ) / (1 if drafts is None else drafts.max_tokens)
     longest = int(np.sort(load.prompt)[max(0, len(load.prompt) - 1 - max(load.misses, 0))])
     min_ttft = 0.0
     if not load.shared and longest <= group.limits.tokens:
-        pairs = longest * (longest + 1) // 2
-        min_ttft = alone_seconds(times.step(longest, pairs, longest, 1), longest, 1)
-        min_ttft += group.host.seconds_to_router(longest)
-    min_tpot = float(decode.min()) / tokens_of_step
-    bounds = LayoutBounds(min_tpot, per_token, per_prompt_token, min_ttft, 0, "", 0)
-    reason = _too_long(group, load) or _never(bounds, load, slo)
-    if reason:
-        return replace(bounds, reason=reason)
-    busy = max(
-        load.sum_of_good(np.maximum(load.output - 1, 0)) * per_token,
-        load.sum_of_good(load.prompt) * per_prompt_token,
-    )
-    room_in_time = load.span + _slack(load, slo)
-    min_instances = max(1, math.ceil(busy / room_in_time / group.instance.replicas - 1e-9))
-    guess = _guess(group, load, slo, max_requests)
-    return replace(bounds, min_instances=min_instances, guess=max(min_instances, guess))
+        min_ttft = prompt_seconds(group, longest) + group.host.seconds_to_router(longest)
+    reason = _too_long(group, load)
+    if not reason and slo.tpot is not None and min_tpot > slo.tpot and load.decodes:
+        reason = "a step of decode alone takes longer than --tpot"
+    elif not reason and slo.ttft is not None and min_ttft > slo.ttft:
+        reason = "a prompt alone takes longer than --ttft"
+    return LayoutBounds(min_tpot, min_ttft, reason, _guess(group, load, slo, max_requests))
 
 
 def _too_long(group: InstanceGroup, load: LoadTotals) -> str:
@@ -192,24 +140,6 @@ def _too_long(group: InstanceGroup, load: LoadTotals) -> str:
     if lost <= load.may_miss(len(load.prompt), measured=False):
         return ""
     return f"an instance can never serve {plural(lost, 'request', 'requests')}, so long are they"
-
-
-def _never(bounds: LayoutBounds, load: LoadTotals, slo: Slo) -> str:
-    """Reason why no number of instances keeps the limits; empty if some may."""
-    if slo.tpot is not None and bounds.min_tpot > slo.tpot and load.decodes:
-        return "a step of decode alone takes longer than --tpot"
-    if slo.ttft is not None and bounds.min_ttft > slo.ttft:
-        return "a prompt alone takes longer than --ttft"
-    return ""
-
-
-def _slack(load: LoadTotals, slo: Slo) -> float:
-    """Seconds after the last arrival in which requests that keep their limits are done."""
-    if slo.e2e is not None:
-        return slo.e2e
-    if slo.ttft is None or slo.tpot is None:
-        return math.inf
-    return slo.ttft + float(load.output.max()) * slo.tpot
 
 
 def _guess(group: InstanceGroup, load: LoadTotals, slo: Slo, most: int) -> int:
@@ -257,6 +187,11 @@ def decode_rate(
 def prompt_seconds(group: InstanceGroup, tokens: int) -> float:
     """Seconds of a step with tokens of one prompt, while other replicas are idle."""
     times = group.instance.times.of_replica(group.host)
-    run = DecodeRun(1, times.step(tokens, tokens * (tokens + 1) // 2, tokens, 1), 0.0)
-    plan = BatchPlan(run, tokens, 1)
-    return times.group_runs([plan], tokens / group.instance.replicas)[0].seconds
+    seconds = times.step(tokens, tokens * (tokens + 1) // 2, tokens, 1)
+    return _alone(times, group.instance.replicas, seconds, tokens, 1)
+
+
+def _alone(times: StepTimes, replicas: int, seconds: float, tokens: int, requests: int) -> float:
+    """Seconds of a step of one replica while all others are idle."""
+    plan = BatchPlan(DecodeRun(1, seconds, 0.0), tokens, requests)
+    return times.group_runs([plan], tokens / replicas)[0].seconds

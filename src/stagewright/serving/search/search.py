@@ -20,7 +20,7 @@ from stagewright.searching.space import Removed
 from stagewright.serving.deployment import Deployment, InstanceGroup
 from stagewright.serving.kv_transfer import not_sent
 from stagewright.serving.metrics import RequestLimits, Slo
-from stagewright.serving.search.bounds import LayoutBounds, ReadyLayout, layout_bounds
+from stagewright.serving.search.bounds import ReadyLayout, layout_bounds
 from stagewright.serving.search.load import (
     ServingLoad,
     SimulatedLoad,
@@ -30,10 +30,8 @@ from stagewright.serving.search.load import (
 from stagewright.serving.search.pairs import find_fewest, pair_deployment, pairs_of, with_instances
 
 FITS = "weights, activations and a request fit into the memory of a GPU"
-ENOUGH = "so few GPUs can serve the load"
 KEEPS = "as many requests as must keep the limits"
 MODELED = "the layout has step times"
-BEATEN = "no other choice has fewer GPUs and faster tokens than the layout could have"
 
 CONFIRMATION = 5
 """Factor by which the winner's final simulation has more requests."""
@@ -286,14 +284,10 @@ class _LayoutSearch:
 
     def _may_serve(self, layout: ReadyLayout) -> bool:
         """True if some number of instances may serve the load; otherwise notes why not."""
-        name, gpus = self.ranking.rows.describe(layout.row), layout.min_gpus
         if layout.bounds.reason:
+            name = self.ranking.rows.describe(layout.row)
             self._refuse(KEEPS, f"{name}: {layout.bounds.reason}")
-        elif gpus > self.ranking.target.max_gpus:
-            self._refuse(ENOUGH, f"{name} needs {gpus} GPUs or more")
-        else:
-            return True
-        return False
+        return not layout.bounds.reason
 
     def _search_closed_loop(self, layout: ReadyLayout) -> None:
         """More and more users on one instance, until too many requests miss their limits."""
@@ -302,18 +296,15 @@ class _LayoutSearch:
                 return
 
     def _search_fewest(self, layout: ReadyLayout) -> None:
-        """Find the fewest instances that keep the limits, from the lower bound to all GPUs."""
+        """Find the fewest instances that keep the limits, up to all GPUs."""
         name = self.ranking.rows.describe(layout.row)
-        if self._beaten(layout):
-            self._refuse(BEATEN, f"{name} needs {layout.min_gpus} GPUs or more")
-            return
         limit = self.ranking.target.max_gpus // layout.group.gpus
 
         def meets(count: int) -> bool:
             deployment = Deployment((with_instances(layout.group, count),))
             return self._add((layout.row,), deployment).meets
 
-        if not _find_fewest(layout.bounds, limit, meets):
+        if not _find_fewest(layout.bounds.guess, limit, meets):
             self._refuse(KEEPS, f"{name}: not even with {limit * layout.group.gpus} GPUs")
 
     def _search_pairs(self, ready: Sequence[ReadyLayout]) -> None:
@@ -388,21 +379,6 @@ class _LayoutSearch:
         load = load._replace(totals=replace(load.totals, share=0.0))
         return simulate_load(deployment, load, self.ranking.target.slo)
 
-    def _beaten(self, layout: ReadyLayout) -> bool:
-        """True if a simulated choice beats any number of these instances.
-
-        It has no more GPUs, no higher price and faster tokens.
-        """
-        usd = self._price(layout.row) * layout.min_gpus
-        fastest = 1 / layout.bounds.min_tpot
-        return any(
-            choice.simulated.meets
-            and choice.simulated.gpus <= layout.min_gpus
-            and not choice.usd_per_hour > usd
-            and choice.simulated.user_rate >= fastest
-            for choice in self.ranking.choices
-        )
-
     def _price(self, row: int) -> float:
         """USD per GPU and hour; nan if unknown."""
         rows = self.ranking.rows
@@ -449,18 +425,17 @@ def _neighbour(choice: ServingChoice, change: int) -> Deployment | None:
     return replace(choice.deployment, groups=tuple(groups))
 
 
-def _find_fewest(bounds: LayoutBounds, limit: int, meets: Callable[[int], bool]) -> bool:
+def _find_fewest(guess: int, limit: int, meets: Callable[[int], bool]) -> bool:
     """Simulate numbers of instances until the fewest that meet are known; begins with the guess.
 
     True if some number up to `limit` meets.
     """
-    lowest = bounds.min_instances - 1
-    low, high, step, failed = lowest, limit + 1, 1, 0
-    count = min(bounds.guess, limit)
+    low, high, step, failed = 0, limit + 1, 1, 0
+    count = min(guess, limit)
     while high - low > 1:
         if meets(count):
             high = count
-            count = max(low + 1, high - step) if low == lowest else (low + high) // 2
+            count = (low + high) // 2 if low else max(1, high - step)
             step *= 2
         else:
             low, failed = count, failed + 1

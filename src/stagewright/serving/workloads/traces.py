@@ -7,6 +7,7 @@ request (no tokens, a negative time, no answer) is left out and counted, by reas
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import math
@@ -225,16 +226,14 @@ def _text(path: str | Path) -> str:
 
 def _unpacked(packed: bytes, path: str | Path) -> bytes:
     """The bytes of all members of a gzip file: `cat a.gz b.gz` has two."""
-    content = b""
-    while packed:
-        reader = zlib.decompressobj(wbits=31)
-        try:
-            content += reader.decompress(packed, MAX_BYTES - len(content) + 1)
-        except zlib.error as error:
-            raise UserError(f"{path}: is not a file of gzip: {error}; wanted {WANTED}") from None
-        if not reader.eof or len(content) > MAX_BYTES:
-            raise UserError(f"{path}: is cut off, or over {MAX_BYTES} bytes; wanted {WANTED}")
-        packed = reader.unused_data.lstrip(b"\0")  # tape blocks are padded
+    try:
+        content = gzip.GzipFile(fileobj=io.BytesIO(packed)).read(MAX_BYTES + 1)
+    except EOFError:
+        content = None
+    except (OSError, zlib.error) as error:
+        raise UserError(f"{path}: is not a file of gzip: {error}; wanted {WANTED}") from None
+    if content is None or len(content) > MAX_BYTES:
+        raise UserError(f"{path}: is cut off, or over {MAX_BYTES} bytes; wanted {WANTED}")
     return content
 
 

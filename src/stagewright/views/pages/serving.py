@@ -37,8 +37,7 @@ def serving_page(
     `compared`: tables of a measured log next to this run.
     """
     times = RequestTimes.of(served.outcome)
-    arrival = np.array(served.outcome.records.arrival)[times.number]
-    measured = times.take(served.summary.window.measures(arrival))
+    measured = times.take(served.summary.window.measures(times.arrival))
     tpot = measured.tpot[np.isfinite(measured.tpot)]
     ttft = {"TTFT": measured.ttft, "waiting": measured.queue}
     return render(
