@@ -27,7 +27,14 @@ from stagewright.serving.batch import (
 )
 from stagewright.serving.kv_cache import NO_HIT, CacheHit, PagedKvCache
 from stagewright.serving.speculative import Drafts
-from stagewright.serving.step_log import MAX_SAMPLES, EngineSamples, StepLog
+from stagewright.serving.step_log import (
+    GAPS,
+    MAX_SAMPLES,
+    STEP,
+    STEP_AND_GAPS,
+    EngineSamples,
+    StepLog,
+)
 from stagewright.serving.workload import NO_CHAIN, Chain, Records, Workload
 
 
@@ -537,10 +544,10 @@ class Engine:
             if start != self._token_time or self._token_time_of or skipped:
                 self._log_delayed_tokens(start, end)
             elif steps == 1:
-                self.step_log.add((end - start, end - start, 1, decodes))
+                self.step_log.add((end - start, end - start, 1, decodes, STEP_AND_GAPS))
             else:
                 last = self._step_seconds + self._step_growth * (steps - 1)
-                self.step_log.add((self._step_seconds, last, steps, decodes))
+                self.step_log.add((self._step_seconds, last, steps, decodes, STEP_AND_GAPS))
                 self.kv_cache.free -= self._blocks_for_steps(steps - 1, decodes)
             self.decode_step = step = self.decode_step + steps
             self.context_tokens += decodes * steps
@@ -553,7 +560,7 @@ class Engine:
             if self._finish_heap and self._finish_heap[0][0] <= step:
                 self._finish_due_requests()
         else:
-            self.step_log.add_without_gaps((end - start, end - start, 1, 0))
+            self.step_log.add((end - start, end - start, 1, 0, STEP))
             if not self._finish_step:
                 self._token_time = end
         if prefill:
@@ -576,14 +583,14 @@ class Engine:
         times = [at for request, at in self._token_time_of.items() if request not in skipped]
         for token_time in times:
             gap = start + first - token_time
-            self.step_log.add_gap((gap, gap, 1, 1))
+            self.step_log.add((gap, gap, 1, 1, GAPS))
         if decodes > len(times):
             gap = start - self._token_time + first
-            self.step_log.add_gap((gap, gap, 1, decodes - len(times)))
-        self.step_log.add_without_gaps((first, first, 1, decodes))
+            self.step_log.add((gap, gap, 1, decodes - len(times), GAPS))
+        self.step_log.add((first, first, 1, decodes, STEP))
         if steps > 1:
             second = first + (last - first) / (steps - 1)
-            self.step_log.add((second, last, steps - 1, decodes))
+            self.step_log.add((second, last, steps - 1, decodes, STEP_AND_GAPS))
         self._token_time_of = {r: self._token_time_of.get(r, self._token_time) for r in skipped}
 
     def _blocks_for_steps(self, steps: int, decodes: int) -> int:
@@ -656,7 +663,7 @@ class Engine:
         if request in self._preempted:
             token_time, _ = self._preempted.pop(request)
             if generated > 1:
-                self.step_log.add_gap((now - token_time, now - token_time, 1, 1))
+                self.step_log.add((now - token_time, now - token_time, 1, 1, GAPS))
         if generated == 1:
             self.records.first[request] = now
         steps = self.output[request] - generated

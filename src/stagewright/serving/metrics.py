@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Self
 
@@ -177,18 +177,15 @@ class MissedLimits(NamedTuple):
         return name.upper() if count else ""
 
 
-def gap_spread(parts: Sequence[Float]) -> Spread:
-    """Distribution of gaps between tokens (`StepLog.gap_parts`), each token weighted equally."""
-    parts = [rows for rows in parts if len(rows)]
-    count = total = 0.0
-    for rows in parts:
-        first, last, steps, requests = rows.T
-        weights = steps * requests
-        count += float(weights.sum())
-        total += float(((first + last) * weights).sum()) / 2
+def gap_spread(rows: Float) -> Spread:
+    """Distribution of gaps between tokens (`StepLog.gaps`), each token weighted equally."""
+    first, last, steps, requests = rows.T
+    weights = steps * requests
+    count = float(weights.sum())
     if not count:
         return Spread.of(np.zeros(0))
-    return Spread(total / count, *gap_quantiles(parts, [*QUANTILES.values()]))
+    mean = float(((first + last) * weights).sum()) / 2 / count
+    return Spread(mean, *gap_quantiles(rows, [*QUANTILES.values()]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,11 +345,7 @@ def summarize(
     prompt_tokens = float(window.share(done.scheduled, done.first) @ prompt[done.number])
     per_second = 1 / window.seconds if window.seconds else 0.0
     use = np.concatenate([_use_of_cache(engine, window) for engine in outcome.engines])
-    gaps = [
-        rows
-        for engine in outcome.engines
-        for rows in engine.step_log.gap_parts(logged_in(engine, window))
-    ]
+    gaps = [engine.step_log.gaps(logged_in(engine, window)) for engine in outcome.engines]
     return ServingSummary(
         requests=len(done.number),
         unfinished=len(work) - len(done.number) - sum(outcome.refused.values()),
@@ -368,7 +361,7 @@ def summarize(
         queue=Spread.of(times.queue),
         ttft=Spread.of(times.ttft),
         tpot=tpot,
-        itl=gap_spread(gaps),
+        itl=gap_spread(np.concatenate(gaps)),
         e2e=Spread.of(times.e2e),
         good=int((~missed.any_limit).sum()) / total if total else 0.0,
         binding=missed.binding,

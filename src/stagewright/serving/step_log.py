@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import sys
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
@@ -13,66 +12,50 @@ import numpy as np
 
 from stagewright.arrays import Float, Int
 
+STEP_AND_GAPS, GAPS, STEP = 0.0, 1.0, 2.0
+"""Kinds of rows: a step that is also the gap of all its requests, gaps that are longer than a step
+(of skipped or preempted requests), and a step whose gaps, if any, have rows of their own."""
+
 
 class StepLog:
     """Steps of an engine and gaps between tokens, as series of linearly growing durations.
 
-    A series has four numbers: seconds of its first and last step, steps, and requests.
+    A row has seconds of the first and the last step of a series, steps, requests, and its kind.
     """
 
     def __init__(self) -> None:
-        """Empty log; `add`, `add_gap` and `add_without_gaps` append a series."""
-        self._steps = array("d")  # steps that are also the gaps of all their requests
-        self._gaps = array("d")  # gaps longer than a step: of skipped or preempted requests
-        self._other_steps = array("d")  # steps whose gaps, if any, are in `_gaps`
-        self.add, self.add_gap = self._steps.extend, self._gaps.extend
-        self.add_without_gaps = self._other_steps.extend
+        """Empty log; `add` appends a row."""
+        self._rows = array("d")
+        self.add = self._rows.extend
 
     def end(self, seconds: float) -> LogPosition:
         """Current end of the log; `seconds`: the end of its last step."""
-        return LogPosition(
-            seconds, len(self._steps) // 4, len(self._gaps) // 4, len(self._other_steps) // 4
-        )
+        return LogPosition(seconds, len(self._rows) // 5)
 
-    def gap_parts(self, span: LogSpan | None = None) -> list[Float]:
-        """All gaps between tokens, as two arrays of rows (first, last, steps, requests)."""
-        first, last = span or _EVERYTHING
-        return [
-            _rows(self._steps)[first.steps : last.steps],
-            _rows(self._gaps)[first.gaps : last.gaps],
-        ]
-
-    def gaps(self) -> Float:
+    def gaps(self, span: LogSpan | None = None) -> Float:
         """All gaps between tokens: rows (first, last, steps, requests)."""
-        return np.concatenate(self.gap_parts())
+        return self._without(STEP, span)
 
     def steps(self, span: LogSpan | None = None) -> Float:
         """All steps: rows (first, last, steps, decoding requests)."""
-        first, last = span or _EVERYTHING
-        return np.concatenate(
-            [
-                _rows(self._steps)[first.steps : last.steps],
-                _rows(self._other_steps)[first.other_steps : last.other_steps],
-            ]
-        )
+        return self._without(GAPS, span)
+
+    def _without(self, kind: float, span: LogSpan | None) -> Float:
+        rows = np.frombuffer(self._rows).reshape(-1, 5)
+        if span is not None:
+            rows = rows[span[0].rows : span[1].rows]
+        return rows[rows[:, 4] != kind, :4]
 
 
 class LogPosition(NamedTuple):
     """Moment of an engine's run, and the rows of its log up to there."""
 
     seconds: float
-    steps: int
-    gaps: int
-    other_steps: int
+    rows: int
 
 
 LogSpan = tuple[LogPosition, LogPosition]
 """First and last position of a part of a log."""
-_EVERYTHING = LogPosition(0.0, 0, 0, 0), LogPosition(0.0, *[sys.maxsize] * 3)
-
-
-def _rows(numbers: array[float]) -> Float:
-    return np.frombuffer(numbers).reshape(-1, 4)
 
 
 class EngineSamples(NamedTuple):
@@ -106,7 +89,7 @@ class EngineSamples(NamedTuple):
         first = bisect_right(self.seconds, begins)
         last = bisect_left(self.seconds, ends)
         return (
-            self.logged[first - 1] if first else _EVERYTHING[0],
+            self.logged[first - 1] if first else LogPosition(0.0, 0),
             self.logged[last] if last < len(self.seconds) else end,
         )
 
@@ -122,17 +105,16 @@ SHIFT = 37
 """Bits of a float that a histogram bin leaves out: 32,768 bins from x to 2 x."""
 
 
-def gap_quantiles(parts: Sequence[Float], shares: Sequence[float]) -> list[float]:
+def gap_quantiles(rows: Float, shares: Sequence[float]) -> list[float]:
     """Smallest gaps that some shares of all gaps do not exceed, within 1.5e-5.
 
-    `parts` are series. A histogram counts the gaps of all requests; its bins are floats without
+    `rows` are series. A histogram counts the gaps of all requests; its bins are floats without
     their last `SHIFT` bits, whose order is that of the floats.
     """
-    lows = [max(float(rows[:, :2].min()), 0.0) for rows in parts]
-    highs = [max(float(rows[:, :2].max()), 0.0) for rows in parts]
-    lowest, highest = _bins(np.array([min(lows), max(highs)])).tolist()
+    ends = np.maximum([rows[:, :2].min(), rows[:, :2].max()], 0.0)
+    lowest, highest = _bins(ends).tolist()
     histogram = np.zeros(highest - lowest + 1)
-    for seconds, requests in _durations(parts):
+    for seconds, requests in _durations(rows):
         bins = np.clip(_bins(seconds), lowest, highest) - lowest
         histogram += np.bincount(bins, requests, len(histogram))
     below: Float = np.cumsum(histogram)
@@ -152,18 +134,17 @@ def _bins(seconds: Float) -> Int:
     return seconds.view(np.int64) >> SHIFT
 
 
-def _durations(parts: Sequence[Float]) -> Iterator[tuple[Float, Float]]:
+def _durations(rows: Float) -> Iterator[tuple[Float, Float]]:
     """Durations of all steps of some series, and their requests, in chunks."""
-    for rows in parts:
-        ends, begin = np.cumsum(rows[:, 2]), 0
-        while begin < len(rows):
-            before = ends[begin - 1] if begin else 0.0
-            end = max(begin + 1, int(np.searchsorted(ends, before + CHUNK, side="right")))
-            first, last, steps, requests = rows[begin:end].T
-            counts = steps.astype(np.int64)
-            growth = (last - first) / np.maximum(steps - 1, 1)
-            # Index of each step in its series: a running count, less its value at the begin.
-            index = np.arange(float(counts.sum())) - np.repeat(np.cumsum(steps) - steps, counts)
-            seconds = np.repeat(first, counts) + np.repeat(growth, counts) * index
-            yield np.maximum(seconds, 0.0), np.repeat(requests, counts)
-            begin = end
+    ends, begin = np.cumsum(rows[:, 2]), 0
+    while begin < len(rows):
+        before = ends[begin - 1] if begin else 0.0
+        end = max(begin + 1, int(np.searchsorted(ends, before + CHUNK, side="right")))
+        first, last, steps, requests = rows[begin:end].T
+        counts = steps.astype(np.int64)
+        growth = (last - first) / np.maximum(steps - 1, 1)
+        # Index of each step in its series: a running count, less its value at the begin.
+        index = np.arange(float(counts.sum())) - np.repeat(np.cumsum(steps) - steps, counts)
+        seconds = np.repeat(first, counts) + np.repeat(growth, counts) * index
+        yield np.maximum(seconds, 0.0), np.repeat(requests, counts)
+        begin = end

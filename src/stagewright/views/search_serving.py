@@ -49,7 +49,7 @@ def _smaller(winner: ServingChoice, smaller: SmallerDeployment) -> str:
     counts = counts_of(deployment)
     count, role = counts[0], ""
     if len(counts) > 1:
-        prefill = counts[0] < counts_of(winner.deployment)[0]
+        prefill = counts[0] < winner.counts[0]
         count, role = (counts[0], " for prefill") if prefill else (counts[1], " for decode")
     keep = "keeps" if count == 1 else "keep"
     binds = f", {load.binding} binds" if load.binding else ""
@@ -129,7 +129,7 @@ def deployment_words(ranking: ServingRanking, choice: ServingChoice) -> str:
     groups = choice.deployment.groups
     hardware = {name.name for name in map(ranking.rows.hardware, range(len(ranking.rows)))}
     parts: list[str] = []
-    for group, row in zip(groups, _layout_rows(choice), strict=True):
+    for group, row in zip(groups, choice.layouts, strict=True):
         role = "" if group.role == "both" else f"{group.role} "
         count = plural(group.settings.instances, f"{role}instance", f"{role}instances")
         on = f" on {ranking.rows.hardware(row).name}" if len(hardware) > 1 else ""
@@ -159,11 +159,6 @@ def engine_words(ranking: ServingRanking, choice: ServingChoice) -> list[str]:
     names = [column.name for column in fields(EngineSection) if column.name != "instances"]
     differ = [name for name in names if len({getattr(section, name) for section in sections}) > 1]
     return [setting_in_words(name, getattr(engines, name)) for name in differ]
-
-
-def _layout_rows(choice: ServingChoice) -> Sequence[int]:
-    """Row of the layout of each group, that for prompts first."""
-    return [choice.layout] if choice.prompts is None else [choice.prompts, choice.layout]
 
 
 # ---- candidates ----------------------------------------------------------------------------------
@@ -227,7 +222,7 @@ def _instances(ranking: ServingRanking, choice: ServingChoice, group: int, row: 
 
 
 def _hardware(ranking: ServingRanking, choice: ServingChoice) -> str:
-    names = (ranking.rows.hardware(layout).name for layout in _layout_rows(choice))
+    names = (ranking.rows.hardware(layout).name for layout in choice.layouts)
     return " + ".join(dict.fromkeys(names))
 
 

@@ -12,7 +12,7 @@ from stagewright.serving.metrics import Slo, gap_spread, summarize
 from stagewright.serving.routers import ROUTERS
 from stagewright.serving.schedulers.vllm import Vllm
 from stagewright.serving.simulation import chains_in_blocks
-from stagewright.serving.step_log import StepLog
+from stagewright.serving.step_log import STEP, STEP_AND_GAPS, StepLog
 from stagewright.serving.workload import Workload
 from stagewright.serving.workloads.synthetic import (
     Arrivals,
@@ -48,12 +48,13 @@ def test_one_request_in_closed_form():
 def test_gaps_as_if_written_out():
     gaps = StepLog()
     for row in ((1.0, 2.0, 11, 3), (0.5, 0.5, 1, 7), (3.0, 2.5, 6, 1)):
-        gaps.add(row)
+        gaps.add((*row, STEP_AND_GAPS))
+    gaps.add((9.0, 9.0, 1, 5, STEP))
     written = np.repeat(
         np.concatenate([np.linspace(1, 2, 11), [0.5], np.linspace(3, 2.5, 6)]),
         [3] * 11 + [7] + [1] * 6,
     )
-    of = gap_spread(gaps.gap_parts())
+    of = gap_spread(gaps.gaps())
     assert of.mean == pytest.approx(written.mean())
     for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
         wanted = np.quantile(written, share, method="inverted_cdf")

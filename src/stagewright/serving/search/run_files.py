@@ -52,10 +52,11 @@ def prefill_hardware_path(run_file: str | Path) -> Path:
 def write_run_files(rows: Candidates, choice: ServingChoice, path: str | Path) -> list[str]:
     """Write the files of a choice; returns their names."""
     pools, hardware = pools_path(path), prefill_hardware_path(path)
-    other = choice.prompts is not None and not is_packaged(rows.hardware(choice.prompts))
+    first = choice.layouts[0]
+    other = first != choice.layout and not is_packaged(rows.hardware(first))
     written = write_run_file(rows, choice.layout, path)
-    if other and choice.prompts is not None:
-        write_text(hardware, hardware_file(rows, choice.prompts))
+    if other:
+        write_text(hardware, hardware_file(rows, first))
         written.append(str(hardware))
     write_text(
         pools,
@@ -74,10 +75,9 @@ def printed_run_files(rows: Candidates, choice: ServingChoice) -> str:
 
 def _groups(rows: Candidates, choice: ServingChoice, prefill_hardware: str | None) -> str:
     """Rows of `--pools`: role, instances, hardware, and settings of layout and engines."""
-    layouts = [choice.layout] if choice.prompts is None else [choice.prompts, choice.layout]
     decode = rows.run(choice.layout).given()
     text = ""
-    for group, layout in zip(choice.deployment.groups, layouts, strict=True):
+    for group, layout in zip(choice.deployment.groups, choice.layouts, strict=True):
         run, hardware = rows.run(layout), rows.hardware(layout)
         row: dict[str, Any] = {"serves": group.role, "instances": group.settings.instances}
         if layout != choice.layout:
