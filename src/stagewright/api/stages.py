@@ -22,12 +22,6 @@ class _StationRow(YamlRow):
     tflops: Positive | None = None
 
 
-class _ToolRow(YamlRow):
-    seconds: Seconds
-    per_token: Seconds = 0.0
-    servers: Whole = 1
-
-
 class _SearchRow(YamlRow):
     dimensions: Whole
     centroids: Whole
@@ -58,7 +52,7 @@ STAGES: Mapping[str, type[YamlRow]] = {
     "embed": _StationRow,
     "search": _SearchRow,
     "rerank": _StationRow,
-    "tool": _ToolRow,
+    "tool": _StationRow,
     "store": _StoreRow,
 }
 

@@ -74,16 +74,17 @@ def printed_run_files(rows: Candidates, choice: ServingChoice) -> str:
 
 
 def _groups(rows: Candidates, choice: ServingChoice, prefill_hardware: str | None) -> str:
-    """Rows of `--pools`: role, instances, hardware, and settings of layout and engines."""
-    decode = rows.run(choice.layout).given()
+    """Rows of `--pools`: role, instances, hardware, and settings in which layouts differ."""
+    runs = [rows.run(layout).unresolved() for layout in choice.layouts]
+    names = {name for run in runs for name in run.given()}.difference(_OF_ALL)
     text = ""
-    for group, layout in zip(choice.deployment.groups, choice.layouts, strict=True):
-        run, hardware = rows.run(layout), rows.hardware(layout)
+    for group, layout, run in zip(choice.deployment.groups, choice.layouts, runs, strict=True):
         row: dict[str, Any] = {"serves": group.role, "instances": group.settings.instances}
         if layout != choice.layout:
-            row["hardware"] = prefill_hardware or hardware.name
-        names = (name for name in {**decode, **run.given()} if name not in _OF_ALL)
-        row |= {name: yaml_value(getattr(run.unresolved(), name)) for name in names}
+            row["hardware"] = prefill_hardware or rows.hardware(layout).name
+        for name in sorted(names):
+            if any(getattr(other, name) != getattr(run, name) for other in runs):
+                row[name] = yaml_value(getattr(run, name))
         text += f"- {_flow(row | _engine_settings(group.settings))}"
     return text
 
