@@ -32,6 +32,7 @@ from stagewright.serving.search.pairs import find_fewest, pair_deployment, pairs
 FITS = "weights, activations and a request fit into the memory of a GPU"
 KEEPS = "as many requests as must keep the limits"
 MODELED = "the layout has step times"
+BEATEN = "no other choice has fewer GPUs and faster tokens than the layout could have"
 
 CONFIRMATION = 5
 """Factor by which the winner's final simulation has more requests."""
@@ -298,6 +299,9 @@ class _LayoutSearch:
     def _search_fewest(self, layout: ReadyLayout) -> None:
         """Find the fewest instances that keep the limits, up to all GPUs."""
         name = self.ranking.rows.describe(layout.row)
+        if self._beaten(layout):
+            self._refuse(BEATEN, name)
+            return
         limit = self.ranking.target.max_gpus // layout.group.gpus
 
         def meets(count: int) -> bool:
@@ -378,6 +382,22 @@ class _LayoutSearch:
         """Simulation that no number of missed limits ends."""
         load = load._replace(totals=replace(load.totals, share=0.0))
         return simulate_load(deployment, load, self.ranking.target.slo)
+
+    def _beaten(self, layout: ReadyLayout) -> bool:
+        """True if a simulated choice beats any number of these instances.
+
+        It has no more GPUs, no higher price and faster tokens.
+        """
+        gpus = layout.group.gpus
+        usd = self._price(layout.row) * gpus
+        fastest = 1 / layout.bounds.min_tpot
+        return any(
+            choice.simulated.meets
+            and choice.simulated.gpus <= gpus
+            and not choice.usd_per_hour > usd
+            and choice.simulated.user_rate >= fastest
+            for choice in self.ranking.choices
+        )
 
     def _price(self, row: int) -> float:
         """USD per GPU and hour; nan if unknown."""
