@@ -320,10 +320,9 @@ def _execution_values(row: Mapping[str, str]) -> dict[str, Any]:
 
 def run_of_row(row: Mapping[str, str]) -> tuple[Run, ModelConfig]:
     """The run of a row's cells, and its model: see `run_of_values`."""
-    values = {k: _value(v) for k, v in row.items() if v}
-    for name in _LISTS & values.keys():
-        values[name] = values[name] if isinstance(values[name], tuple) else (values[name],)
-    return run_of_values(values)
+    return run_of_values(
+        {k: v.replace("+", ",") if k in _LISTS else _value(v) for k, v in row.items() if v}
+    )
 
 
 def run_of_values(given: Mapping[str, Any]) -> tuple[Run, ModelConfig]:

@@ -25,21 +25,12 @@ from stagewright.model.hf.families import (
 )
 from stagewright.model.hf.keys import Family
 
+_MAKERS = (
+    *(meta, mistral, qwen, deepseek, glm, minimax, gpt, google, microsoft),
+    *(nvidia, ibm, tii, ai2, others),
+)
 FAMILIES: dict[str, Family] = {
-    **meta.FAMILIES,
-    **mistral.FAMILIES,
-    **qwen.FAMILIES,
-    **deepseek.FAMILIES,
-    **glm.FAMILIES,
-    **minimax.FAMILIES,
-    **gpt.FAMILIES,
-    **google.FAMILIES,
-    **microsoft.FAMILIES,
-    **nvidia.FAMILIES,
-    **ibm.FAMILIES,
-    **tii.FAMILIES,
-    **ai2.FAMILIES,
-    **others.FAMILIES,
+    name: row for maker in _MAKERS for name, row in maker.FAMILIES.items()
 }
 """The architectures that can be read. Where a file names none, its model_type's first counts."""
 
