@@ -19,13 +19,12 @@ from stagewright.check.files.groups import default_groups, read_groups
 from stagewright.check.files.profile import Key, Profile, Totals, profile, summed
 from stagewright.check.files.traces import find, parts_of, read
 from stagewright.check.files.world import WorldPart
-from stagewright.check.inspect import group_sizes, readable
+from stagewright.check.inspect import NUMBERS, group_sizes, print_totals
 from stagewright.check.program import part_of
 from stagewright.check.report import Findings
 from stagewright.errors import UserError
 from stagewright.printable import printable
 from stagewright.program.columns import TaskKind
-from stagewright.texttable import Table, print_table
 from stagewright.trace.formats.archive import is_bundle
 from stagewright.trace.formats.bundle import Bundle
 from stagewright.trace.write import traces
@@ -261,13 +260,9 @@ def print_difference(difference: Difference, console: Console) -> None:
     if not difference.totals:
         return
     keys = sorted(difference.totals)
-    columns: dict[str, list[Any]] = {
-        "type": [key.type for key in keys],
-        "phase": [readable(key.phase) for key in keys],
-        "op": [readable(key.op) for key in keys],
-        "ranks": [key.group or None for key in keys],
+    numbers = {
+        f"{title} {name}": [difference.totals[key][side][nth] or None for key in keys]
+        for nth, title in enumerate(NUMBERS)
+        for side, name in enumerate("AB")
     }
-    for nth, title in enumerate(("nodes", "FLOPs", "bytes")):
-        for side, name in enumerate("AB"):
-            columns[f"{title} {name}"] = [difference.totals[key][side][nth] or None for key in keys]
-    print_table(Table("", columns, dict.fromkeys([*columns][3:], "count")), console)
+    print_totals(keys, numbers, console)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagewright.check.files import reader
 from stagewright.check.files.groups import default_groups, read_groups
-from stagewright.check.files.profile import TYPES, Profile, json_value, profile
+from stagewright.check.files.profile import TYPES, Key, Profile, json_value, profile
 from stagewright.check.report import Findings
 from stagewright.errors import UserError
 from stagewright.files import open_regular
@@ -79,19 +79,29 @@ def print_profile(result: Profile, console: Console) -> None:
     words = (f"{name}={readable(value)}" for name, value in result.metadata.items() if value)
     console.print(Text("metadata: " + (", ".join(words) or "none")))
     rows = [(key, *result.totals[key]) for key in sorted(result.totals)]
-    columns = {
-        "type": [key.type for key, *_ in rows],
-        "phase": [readable(key.phase) for key, *_ in rows],
-        "op": [readable(key.op) for key, *_ in rows],
-        "ranks": [key.group or None for key, *_ in rows],
-        "nodes": [count for _, count, _, _ in rows],
-        "FLOPs": [flops or None for _, _, flops, _ in rows],
-        "bytes": [size or None for _, _, _, size in rows],
-    }
-    print_table(Table("", columns, dict.fromkeys([*columns][3:], "count")), console)
+    numbers = {title: [row[n + 1] or None for row in rows] for n, title in enumerate(NUMBERS)}
+    print_totals([key for key, *_ in rows], numbers, console)
     types = ", ".join(f"{count:,} {name}" for name, count in result.path_types.items())
     path = f"{result.depth:,} nodes ({types})" if result.depth else "none: dependencies in a circle"
     console.print(f"critical path: {path}")
+
+
+NUMBERS = ("nodes", "FLOPs", "bytes")
+"""Titles of the numbers in `Totals`."""
+
+
+def print_totals(
+    keys: Sequence[Key], numbers: Mapping[str, Sequence[int | None]], console: Console
+) -> None:
+    """A table with a row for each key, and numbers in columns."""
+    columns: dict[str, Sequence[Any]] = {
+        "type": [key.type for key in keys],
+        "phase": [readable(key.phase) for key in keys],
+        "op": [readable(key.op) for key in keys],
+        "ranks": [key.group or None for key in keys],
+        **numbers,
+    }
+    print_table(Table("", columns, dict.fromkeys([*columns][3:], "count")), console)
 
 
 def print_nodes(nodes: Iterator[dict[str, Any]], console: Console) -> None:

@@ -16,20 +16,15 @@ and collectives follow from the graph as for every other part of a model.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stagewright.algebra.index import parse as parse_spec
 from stagewright.algebra.notation import DEGREES, NotationError, Tensor, parts, tensor, where
 from stagewright.algebra.size import Size, size
-from stagewright.blocks.text.brackets import (
-    check_spec,
-    read_attributes,
-    read_degrees,
-    read_value,
-    split_letters,
-)
+from stagewright.blocks.text.operators import WRITTEN
 from stagewright.blocks.text.statements import (
     COLLECTIVES,
     OPS_OF_TEXTS,
@@ -42,6 +37,7 @@ from stagewright.blocks.text.statements import (
 from stagewright.errors import UserError, did_you_mean
 from stagewright.files import read_text
 from stagewright.graph.node import BYTES
+from stagewright.graph.table import choose
 from stagewright.model.architecture import LIMITS
 from stagewright.model.checks import kinds
 from stagewright.model.config import ModelConfig
@@ -331,17 +327,17 @@ class _Parser:
         if name.name in COLLECTIVES:
             if len(arguments) != 1:
                 raise NotationError(f"{name.name} moves one value, got {len(arguments)}", name.at)
-            return Call(*name, "", {}, read_degrees(inner), tuple(arguments))
+            return Call(*name, "", {}, _read_degrees(inner), tuple(arguments))
         if name.name in PARTS:
             return Call(*name, inner.name.strip(), {}, (), tuple(arguments))
         spec, semicolon, more = inner.name.partition(";" if "->" in inner.name else "\n")
         if "->" not in inner.name:
             spec, more = "", inner.name
         start = inner.at + len(spec) + len(semicolon)
-        sized, more = split_letters(spec, Reference(more, start))
+        sized, more = _split_letters(spec, Reference(more, start))
         if spec:
-            check_spec(name.name, Reference(spec, inner.at), shaped=shaped, sized={*sized})
-        attributes = read_attributes(name, Reference(more, start))
+            _check_spec(name.name, Reference(spec, inner.at), shaped=shaped, sized={*sized})
+        attributes = _read_attributes(name, Reference(more, start))
         draft = self.current()
         letters = {x: self.read_size(draft, *of) for x, of in sized.items()}
         return Call(*name, spec.strip(), attributes, (), tuple(arguments), letters)
@@ -387,7 +383,7 @@ class _Parser:
         places = [(word, at + nth) for nth, word in parts(text, ",")]
         if key.name in _KINDS:
             self.words += [(key.name, Reference(*place)) for place in places]
-        words = [read_value(word) for word, _ in places]
+        words = [_read_value(word) for word, _ in places]
         many = len(words) > 1 or key.name in _MANY
         self.settings[key.name] = tuple(words) if many else words[0]
         self.places[key.name] = key.at
@@ -451,3 +447,92 @@ def _layers(text: str) -> int:
         return ChainLink.read(str(text)).layers
     except ValueError:
         return 0
+
+
+# ---- brackets of calls ---------------------------------------------------------------------------
+
+_DTYPE = choose(*BYTES)._replace(required=False)
+"""Data type of a result, an attribute of every op."""
+
+
+def _read_degrees(text: Reference) -> tuple[str, ...]:
+    """The degrees that a collective names."""
+    degrees = tuple(word.strip() for word in text.name.split(",") if word.strip())
+    for degree in degrees:
+        if degree not in DEGREES:
+            hint = did_you_mean(degree, DEGREES)
+            raise NotationError(f"{degree!r} is no parallel degree{hint}", text.at)
+    return degrees
+
+
+def _split_letters(spec: str, text: Reference) -> tuple[dict[str, Reference], str]:
+    """Sizes of letters of the result, as in `bsaD->bsaN; N=Plain, first=true`, and the rest."""
+    letters = {x for x in spec.partition("->")[2] if x.isalpha()}
+    sized: dict[str, Reference] = {}
+    rest: list[str] = []
+    for nth, part in parts(text.name, ","):
+        key, equals, word = (piece.strip() for piece in part.partition("="))
+        if equals and key in letters:
+            sized[key.lower()] = Reference(word, text.at + nth + part.index("=") + 1)
+        else:
+            rest.append(part)
+    return sized, ", ".join(rest) if sized else text.name
+
+
+def _check_spec(
+    op: str, text: Reference, *, shaped: bool, sized: Container[str] = frozenset()
+) -> None:
+    """An index expression that can be read, of which the operands, or `sized`, give every size."""
+    try:
+        spec = parse_spec(text.name.strip())
+    except ValueError as error:
+        raise NotationError(f"{op}: {error}", text.at) from None
+    known = {x for dims in spec.ins for dim in dims for x in dim}
+    for unknown in (x for dim in spec.out for x in dim if x not in known and x not in sized):
+        if not shaped:
+            place = text.name.lower().index(unknown, text.name.index("->"))
+            raise NotationError(
+                f"{op}: no operand has the index {unknown!r} of the result; use one of "
+                f"{', '.join(sorted(known))}, or name the value and its shape: "
+                f"y[B/dp, S, M] = ..., or say its size: "
+                f"{op}[{text.name.strip()}; {unknown.upper()}=128]",
+                text.at + place,
+            )
+
+
+def _read_attributes(op: Reference, text: Reference) -> dict[str, Any]:
+    """The attributes in a bracket, and those that are implied."""
+    declared = {**OPS_OF_TEXTS[op.name].attrs, **WRITTEN.get(op.name, {}), "dtype": _DTYPE}
+    given = {name: of.implied for name, of in declared.items() if of.implied is not None}
+    said = set[str]()
+    for nth, part in parts(text.name, ","):
+        if not part:
+            continue
+        key, equals, word = (piece.strip() for piece in part.partition("="))
+        at = text.at + nth
+        if key not in declared:
+            hint = did_you_mean(key, declared) or f"; use one of {', '.join(declared)}"
+            raise NotationError(f"{op.name} has no attribute {key!r}{hint}", at)
+        if key in said:
+            raise NotationError(f"{op.name}: {key} comes twice; keep one", at)
+        said.add(key)
+        given[key] = _read_value(word) if equals else True
+        if not declared[key].accepts(given[key]):
+            hint = did_you_mean(word, declared[key].choices)
+            raise NotationError(f"{op.name}: {key} is {word!r}, wanted {declared[key]}{hint}", at)
+    for key, of in declared.items():
+        if of.asked and key not in given:
+            raise NotationError(f"{op.name} needs {key}: write {op.name}[{key}=...], {of}", op.at)
+    return given
+
+
+def _read_value(word: str) -> Any:
+    """Value of a word: a number, true or false, or the word itself."""
+    if word in ("true", "false"):
+        return word == "true"
+    for kind in (int, float):
+        try:
+            return kind(word) if len(word) < 40 else word
+        except ValueError:
+            pass
+    return word
