@@ -78,9 +78,12 @@ def print_profile(result: Profile, console: Console) -> None:
     console.print(Text.assemble((printable(result.path), "bold"), counts))
     words = (f"{name}={readable(value)}" for name, value in result.metadata.items() if value)
     console.print(Text("metadata: " + (", ".join(words) or "none")))
-    rows = [(key, *result.totals[key]) for key in sorted(result.totals)]
-    numbers = {title: [row[n + 1] or None for row in rows] for n, title in enumerate(NUMBERS)}
-    print_totals([key for key, *_ in rows], numbers, console)
+    keys = sorted(result.totals)
+    numbers = {
+        title: [result.totals[key][nth] or None for key in keys]
+        for nth, title in enumerate(NUMBERS)
+    }
+    print_totals(keys, numbers, console)
     types = ", ".join(f"{count:,} {name}" for name, count in result.path_types.items())
     path = f"{result.depth:,} nodes ({types})" if result.depth else "none: dependencies in a circle"
     console.print(f"critical path: {path}")
