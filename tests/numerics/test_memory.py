@@ -279,6 +279,12 @@ RUNS: list[dict[str, Any]] = [
     {**LLAMA, "pp": 4, "schedule": "dualpipe"},
     {**GPT, "tp": 2, **SP, "recompute": "full"},
     {**LLAMA, "cp": 2, "dp": 2, "zero": 2},
+    {**LLAMA, "pp": 2, "vpp": 2, "schedule": "zbv", "pipeline_caches": True},
+    {**LLAMA, "pp": 2, "dp": 2, "schedule": "interlaced", "zero": 3},
+    {**LLAMA, "pp": 2, "dp": 2, "zero": 1, "cpu_offloading_num_layers": 2}
+    | {"optimizer_cpu_offload": True},
+    {**LLAMA, "dp": 4, "ddp_bucket_cap_mb": 25},
+    {**LLAMA, "pp": 2, "lora_rank": 4},
 ]
 
 
@@ -297,7 +303,10 @@ def test_changes_add_up(settings: dict[str, Any]) -> None:
             assert (held >= 0).all()
         assert most == of.memory["peak"]
         stays = {c for c, size in zip(CATEGORIES, held, strict=True) if size > 64}  # scalars
-        assert stays <= {"parameters", "gradients", "optimizer"}
+        buffers = (
+            {"communication"} if {"pipeline_caches", "ddp_bucket_cap_mb"} & {*settings} else ()
+        )
+        assert stays <= {"parameters", "gradients", "optimizer", *buffers}
         assert [of.memory[c] for c in STATES] == held[:3].tolist()
 
 
