@@ -298,16 +298,7 @@ def test_one_message_between_stages() -> None:
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize(
-    ("settings", "wanted"),
-    [
-        ({"model": "bert-base"}, "wanted 0 but in a language model"),
-        ({"model": "vit-b-16"}, "wanted 0 but in a language model"),
-        ({"model": "llama3-8b", "mode": "decode"}, "drafts are num_speculative_tokens"),
-        ({"model": "mixtral-8x7b", "expert_load": ((1,) * 8,)}, "has no lines for the mtp_num"),
-    ],
-    ids=str,
-)
+@cases
 def test_multi_token_prediction_is_refused(settings: dict[str, Any], wanted: str) -> None:
     with pytest.raises(UserError, match=wanted):
         sw.compile(Run(**settings, mtp_num_layers=1))

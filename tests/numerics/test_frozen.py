@@ -42,27 +42,7 @@ def flops(of: CompiledRun) -> dict[str, int]:
 # ---- counts --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("model", "rank", "targets", "more", "wanted"),
-    [
-        # PEFT 0.21.2 on transformers 5.23.0: `get_peft_model(model, LoraConfig(r=..., ...))
-        # .get_nb_trainable_parameters()[0]`, models on the meta device.
-        ("llama3-8b", 8, ("q_proj", "v_proj"), (), 3_407_872),
-        ("llama3-8b", 16, ATTENTION, (), 13_631_488),
-        ("llama3-8b", 16, ("all-linear",), (), 41_943_040),
-        ("llama3-8b", 64, MLP, (), 113_246_208),
-        ("llama3-8b", 8, ("q_proj", "v_proj"), ("lm_head",), 528_744_448),
-        ("llama2-70b", 16, ATTENTION, (), 65_536_000),
-        ("gpt2", 8, ("c_attn",), (), 294_912),
-        ("gpt2", 8, ("c_attn", "c_proj", "c_fc"), (), 1_179_648),
-        ("mistral-7b-v0.1", 32, ("all-linear",), (), 83_886_080),
-        ("mixtral-8x7b", 8, ATTENTION, (), 6_815_744),
-        # With target_parameters mlp.experts.gate_up_proj and mlp.experts.down_proj.
-        ("mixtral-8x7b", 8, (*ATTENTION, "gate_up_proj", "down_proj"), (), 111_673_344),
-        ("qwen2.5-7b", 16, ("all-linear",), (), 40_370_176),
-    ],
-    ids=str,
-)
+@cases
 def test_as_many_parameters_train_as_peft_counts(
     model: str, rank: int, targets: Sequence[str], more: Sequence[str], wanted: int
 ) -> None:

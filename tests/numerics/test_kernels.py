@@ -230,18 +230,7 @@ def test_a_step_waits_for_its_keys_and_no_more() -> None:
         assert reads & set(received) == set(received[n - 1 : n] if n else [])
 
 
-@pytest.mark.parametrize(
-    ("kind", "bucket", "forward", "backward"),
-    [
-        # K and V, together or each; again in backward, and their gradients
-        ("all_gather", "layer", {"all_gather": 1}, {"all_gather": 1, "reduce_scatter": 2}),
-        ("all_gather", "parameter", {"all_gather": 2}, {"all_gather": 2, "reduce_scatter": 2}),
-        # Q, K, V and the context; their gradients
-        ("a2a", "layer", {"all_to_all": 3}, {"all_to_all": 4}),
-        ("a2a", "parameter", {"all_to_all": 4}, {"all_to_all": 4}),
-        ("p2p", "layer", {}, {}),
-    ],
-)
+@cases
 def test_context_parallel_collectives(
     kind: str, bucket: str, forward: dict[str, int], backward: dict[str, int]
 ) -> None:
@@ -273,22 +262,7 @@ def test_context_parallel_volume(kind: str, elements: int) -> None:
 # ---- collectives of tensor parallelism -----------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("settings", "forward", "backward"),
-    [
-        # Megatron-LM (arXiv 1909.08053, figure 4): two all-reduces each way.
-        ({}, {"all_reduce": 2}, {"all_reduce": 2}),
-        # With sequence parallelism (2205.05198, figures 5 and 6), and one gather more for each
-        # weight gradient whose input was kept in shards.
-        (SP, {"all_gather": 2, "reduce_scatter": 2}, {"all_gather": 4, "reduce_scatter": 2}),
-        (
-            SP | {"activation_gather": "keep"},
-            {"all_gather": 2, "reduce_scatter": 2},
-            {"all_gather": 2, "reduce_scatter": 2},
-        ),
-    ],
-    ids=["tp", "tp+sp", "tp+sp keep"],
-)
+@cases
 @pytest.mark.parametrize("model", [LLAMA, GPT, GEMMA, BERT], ids=lambda m: m["model"])
 def test_tensor_parallel_collectives(
     model: dict[str, Any],

@@ -85,44 +85,9 @@ def each(count: int, *ops: str) -> dict[str, int]:
 
 # Megatron-LM's sequence parallelism: the input is gathered again for the gradients of weights.
 GATHERED = each(1, "all_gather tp", "reduce_scatter tp") | {"backward all_gather tp": 2}
-TEXTBOOK: list[tuple[str, dict[str, Any], dict[str, int]]] = [
-    # Mamba-2 splits z, x, B, C and dt by heads and groups: one reduction after the mixer, and of
-    # gradients before it, as an MLP has (arXiv 2405.21060, section 8.1; Megatron-LM's MambaMixer).
-    ("mamba-codestral-7b", {"tp": 8}, each(1, "all_reduce tp")),
-    ("nemotron-h-8b", {"tp": 8}, each(1, "all_reduce tp")),
-    ("nemotron-h-8b", {"tp": 8} | SP, GATHERED),
-    ("delta", {"tp": 8}, each(1, "all_reduce tp")),
-    ("delta", {"tp": 16} | SP, GATHERED),
-    # Mamba-1 makes time steps, B and C of its channels, which are split: one more, of
-    # dt_rank + 2 state (the same paper says why it is in Mamba-2's way, section 8.1).
-    ("mamba-2.8b", {"tp": 8}, each(2, "all_reduce tp")),
-    ("mamba-2.8b", {"tp": 8} | SP, GATHERED | each(1, "all_reduce tp")),
-    # Megatron-LM's MambaContextParallel: all-to-all of z, x, B, C and dt to whole sequences of
-    # fewer heads, and of what comes out; no matter how attention does it.
-    ("nemotron-h-8b", {"cp": 4}, each(6, "all_to_all cp")),
-    ("nemotron-h-8b", {"cp": 4, "cp_comm_type": "all_gather"}, each(6, "all_to_all cp")),
-    ("nemotron-h-8b", {"tp": 2, "cp": 4}, each(6, "all_to_all cp") | each(1, "all_reduce tp")),
-    # Fewer groups than ranks: B and C are gathered, where Megatron-LM repeats and then exchanges.
-    (
-        "nemotron-h-8b",
-        {"tp": 4, "cp": 4},
-        each(4, "all_to_all cp")
-        | each(1, "all_reduce tp")
-        | {"forward all_gather cp": 2, "backward reduce_scatter cp": 2},
-    ),
-    ("mamba-2.8b", {"cp": 4}, each(3, "all_to_all cp") | each(1, "all_reduce cp")),
-    # Attention and Mamba-2 side by side, each made whole by itself (Megatron-Bridge's
-    # ParallelHybridLayer), then an MLP; the gradient of what both read is reduced once.
-    ("falcon-h1-0.5b", {"tp": 2}, {"forward all_reduce tp": 3, "backward all_reduce tp": 2}),
-    # The larger ones have a norm over their one group of heads: a sum of squares per token more.
-    ("falcon-h1-1.5b", {"tp": 2}, {"forward all_reduce tp": 4, "backward all_reduce tp": 3}),
-    # Lightning attention has a norm over all heads: a sum of squares per token more.
-    ("lightning", {"tp": 8}, each(2, "all_reduce tp")),
-    ("kimi", {"tp": 8}, each(1, "all_reduce tp")),
-]
 
 
-@pytest.mark.parametrize(("model", "settings", "wanted"), TEXTBOOK, ids=str)
+@cases
 def test_textbook(model: str, settings: dict[str, Any], wanted: dict[str, int]) -> None:
     assert moved(model, settings) == wanted
 

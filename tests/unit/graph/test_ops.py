@@ -207,20 +207,6 @@ def test_linear_rows_are_linear(op: str) -> None:
 
 # ---- layouts of results --------------------------------------------------------------------------
 
-INFERRED = [
-    ("einsum", "bsm,mf->bsf", ["dp,cp,", ",tp"], "dp,cp,tp"),
-    ("einsum", "bsm,mf->bsf", [",,tp", "tp,"], ",, @tp"),
-    ("einsum", "bsf,bsm->fm", ["dp,cp,tp", "dp,cp,"], "tp, @cp dp"),
-    ("einsum", "bsm,mf->bsf", [",, @tp", ","], ",, @tp"),
-    ("einsum", "bsf,bsm->fm", ["dp,, @tp", "dp,,"], ", @dp tp"),
-    ("attention", GQA, ["dp,cp,tp,", "dp,cp,tp,", "dp,cp,tp,"], "dp,cp,tp,"),
-    ("add", "bsm,bsm->bsm", ["dp,, @tp", "dp,, @tp"], "dp,, @tp"),
-    ("mean", "bs->", ["dp,cp"], "@cp dp"),
-    ("max", "bsv->bs", ["dp,,tp"], "dp, @tp"),
-    ("embedding", "bs,vm->bsm", ["dp,cp", "tp,"], "dp,cp, @tp"),
-    ("norm_wgrad", "bsM,bsM->M", ["dp,cp tp,"] * 2, "@cp dp tp"),
-]
-
 
 def read(text: str) -> Layout:
     dims, _, partial = text.partition("@")
@@ -235,7 +221,7 @@ def operands(spec: str, layouts: list[str]) -> list[Node]:
     return srcs
 
 
-@pytest.mark.parametrize(("op", "spec", "layouts", "expect"), INFERRED)
+@cases
 def test_layouts_of_results(op: str, spec: str, layouts: list[str], expect: str) -> None:
     out = apply(op, spec, *operands(spec, layouts))
     want = read(expect) if parse(spec).out else Layout((), frozenset(expect[1:].split()))
@@ -402,18 +388,7 @@ def test_flash_attention_does_five_products_in_backward() -> None:
     assert sum(work) == flops(n, number) * 5 / 2  # arXiv 2205.14135, section 3.2
 
 
-SHARED_WORK = [
-    ("einsum", "bsm,mf->bsf", ["dp,,", ",tp"], {}),
-    ("einsum", "bsf,bsm->fm", ["dp,,tp", "dp,,"], {}),
-    ("attention", GQA, ["dp,,tp,"] * 3, BOTH | {"causal": True}),
-    ("attention", MHA, ["dp,cp,tp,"] * 3, BOTH | {"causal": True}),
-    ("attention", MHA, ["dp,cp,,", "dp,,,", "dp,,,"], BOTH | {"causal": True}),
-    ("glu", "bsf,bsf->bsf", ["dp,,tp"] * 2, {"fn": "silu"}),
-    ("embedding", "bs,vm->bsm", ["dp,", ","], {}),
-]
-
-
-@pytest.mark.parametrize(("op", "spec", "layouts", "attrs"), SHARED_WORK)
+@cases
 def test_ranks_share_the_work(
     op: str, spec: str, layouts: list[str], attrs: dict[str, Any]
 ) -> None:

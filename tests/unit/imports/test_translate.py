@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import stagewright as sw
-from helpers import DATA
+from helpers import DATA, cases
 from stagewright.blocks.text import stg
 from stagewright.cli.main import main
 from stagewright.errors import UserError
@@ -195,21 +195,7 @@ def _changed(**parts: Any) -> str:
     return json.dumps(known | parts)
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("{}", "it lacks 'version'"),
-        ("[]", "list indices"),
-        (_changed(version=1), "version 1, wanted 2"),
-        (_changed(outputs=[]), "it has no outputs"),
-        (_changed(nodes=[]), "the output y is no node"),
-        (_changed(nodes=[["y", "aten.relu", [2], "fp32", [{"ref": "z"}], {}, "", ""]]),
-         "y reads z, which is no node before it"),
-        (_changed(nodes=[["y", "input", [2], "fp32", [], {}, "", ""]] * 2), "y comes twice"),
-        (_changed(nodes=[["y", "input", [2.5], "fp32", [], {}, "", ""]]), "cannot read the node"),
-        (_changed(nodes=[["y", "input"]]), "not enough values"),
-    ],
-)  # fmt: skip
+@cases
 def test_what_is_no_recording_is_refused(text: str, reason: str):
     with pytest.raises(UserError, match=re.escape(reason)):
         Recording.from_json(text)

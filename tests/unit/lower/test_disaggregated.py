@@ -127,15 +127,7 @@ def test_what_waits_for_what() -> None:
     assert reduced.sum() == 1 + 2 * 6
 
 
-@pytest.mark.parametrize(
-    ("heads", "prefill", "decode", "pairs"),
-    [
-        (8, 4, 2, [(0, 0), (1, 0), (2, 1), (3, 1)]),
-        (8, 2, 4, [(0, 0), (0, 1), (1, 2), (1, 3)]),
-        (2, 4, 4, [(0, 0), (1, 1), (2, 2), (3, 3)]),  # copies: each asks one of its own
-        (2, 1, 4, [(0, 0), (0, 1), (0, 2), (0, 3)]),
-    ],
-)
+@cases
 def test_who_asks_whom(heads: int, prefill: int, decode: int, pairs: list[tuple[int, int]]) -> None:
     name = {8: "llama3.1-8b", 2: "qwen2.5-3b"}[heads]
     assert PRESETS[name].num_query_groups == heads

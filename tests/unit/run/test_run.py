@@ -441,16 +441,7 @@ def test_a_section_may_be_empty_but_is_no_value(tmp_path: Path):
         Run.load(path)
 
 
-@pytest.mark.parametrize(
-    ("layers", "stages", "split"),
-    [  # generate_llm_fqn_per_model_part(stages, layers, 1, 1) of torchtitan b5bcd76
-        (16, 1, (16,)),
-        (3, 2, (2, 1)),
-        (16, 4, (4, 5, 4, 3)),
-        (6, 8, (0, 1, 1, 1, 1, 1, 1, 0)),
-        (32, 5, (6, 7, 7, 7, 5)),
-    ],
-)
+@cases
 def test_torchtitan_counts_the_ends_as_layers(layers: int, stages: int, split: tuple[int, ...]):
     assert even_split(layers, stages, 1, 1) == split
     of = run(framework="torchtitan", pp=stages, layers=layers, seq_length=64)
@@ -460,15 +451,7 @@ def test_torchtitan_counts_the_ends_as_layers(layers: int, stages: int, split: t
     check(of, TOY)
 
 
-@pytest.mark.parametrize(
-    ("model", "pp", "split"),
-    [  # build_model of nanotron 2411b02, run on the costs of its get_block_compute_costs
-        ("llama3.1-8b", 2, (18, 14)),
-        ("llama3.1-8b", 8, (5, 4, 4, 5, 4, 4, 4, 2)),
-        ("llama3.2-1b", 4, (5, 5, 5, 1)),
-        ("llama3.2-1b", 8, (3, 2, 3, 2, 3, 2, 1, 0)),
-    ],
-)
+@cases
 def test_nanotron_splits_by_compute(model: str, pp: int, split: tuple[int, ...]):
     assert compute_split(resolve(model), pp) == split
 

@@ -9,38 +9,9 @@ from stagewright.run.experiment import Experiment
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.searching.candidates import ABSENT, Candidates, Column
+from stagewright.searching.candidates import Column
 
 BASE = Experiment(Run(model="gpt2", layers=4), ClusterSection(), Execution(prefetch=2))
-
-
-def _candidates() -> Candidates:
-    columns = {
-        "tp": Column.of([1, 2, 4]),
-        "dp": Column.of([4, 2, 1]),
-        "etp": Column.of([None, 1, None]),
-        "prefetch": Column.of([1, 0, 1]),
-        "topology": Column.of(["two_tier", "fullflat", "two_tier"]),
-        "global_batch_size": Column.of([16, 16, 16]),
-    }
-    return candidates_of(BASE, columns)
-
-
-def test_rows_are_runs_with_their_execution_and_machine():
-    candidates = _candidates()
-    assert candidates.model.num_layers == 4
-    assert candidates.run(1) == Run(model="gpt2", layers=4, tp=2, dp=2, etp=1, global_batch_size=16)
-    assert [candidates.execution(row).prefetch for row in range(3)] == [1, 0, 1]
-    assert candidates.cluster(1).topology == "fullflat"
-    assert candidates.machine(2).gpus == 4
-
-
-def test_columns_of_what_all_have_in_common():
-    candidates = _candidates()
-    assert candidates.numbers("pp").tolist() == [1, 1, 1]
-    assert candidates.numbers("etp").tolist() == [ABSENT, 1, ABSENT]
-    assert candidates.world_size.tolist() == [4, 4, 4]
-    assert candidates.microbatches.tolist() == [4, 8, 16]
 
 
 def test_without_a_batch_there_are_as_many_microbatches_as_a_run_has():
@@ -56,12 +27,6 @@ def test_without_a_batch_there_are_as_many_microbatches_as_a_run_has():
     assert candidates.microbatches.tolist() == [
         candidates.run(row).microbatches for row in range(6)
     ]
-
-
-def test_taken_rows():
-    candidates = _candidates().take(np.array([2, 0]))
-    assert len(candidates) == 2
-    assert [candidates.run(row).tp for row in range(2)] == [4, 1]
 
 
 @pytest.mark.parametrize("keys", [0, 1 << 14])

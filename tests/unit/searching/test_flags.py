@@ -280,18 +280,7 @@ def test_megatron_overlaps_what_was_timed_so():
     assert not any("overlap" in line for line in lines("megatron", "llama3-8b", waits, pp=4))
 
 
-@pytest.mark.parametrize(
-    ("settings", "layout"),
-    [
-        ({"pp": 2, "vpp": 2, "layers_per_stage": (7, 9, 9, 7)}, "Et*7|t*9|t*9|t*7L"),
-        ({"pp": 5}, "Et*7|t*7|t*6|t*6|t*6L"),
-        ({"pp": 2, "vpp": 7}, "Et*3|t*3|t*3|t*3|" + "t*2|" * 9 + "t*2L"),
-        ({"pp": 4, "last_stage_less_layers": 1}, "Et*9|t*8|t*8|t*7L"),
-        ({"pp": 2, "first_stage_less_layers": 1}, None),  # 16 and 16, which is the default
-        ({"pp": 4}, None),
-        ({}, None),
-    ],
-)
+@cases
 def test_uneven_stages_are_a_layout_of_megatron(settings, layout):
     found = candidates("llama3-8b", **settings)
     named = options(flags(found, 0, "megatron"))

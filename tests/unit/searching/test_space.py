@@ -249,24 +249,7 @@ def test_figures_that_no_hardware_has():
         varied(H100, {"memory.gb": "80", "memory_gb": "96"})
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"vary": {"tp": "1,2"}, "tp": 4}, "--tp is given twice, once as --vary tp"),
-        ({"vary": {"hardware": "h100-sxm,h200"}}, "--hardware is given twice"),
-        ({"vary": {"gpus": "4,8"}}, "GPUs are no setting; give --gpus 4,8"),
-        ({"gpus": 10**23}, "--gpus: got 100000000000000000000000, wanted 1 to 4,194,304"),
-        ({"schedule": "1f1b,1f1c"}, "unknown schedule '1f1c'"),
-        ({"order": "tp,dp"}, "wanted each of .* once, .*; between commas are several orders"),
-        ({"order": "foo"}, "order is 'foo', wanted each of"),
-        ({"vary": {"order": "tp-cp-ep-dp-pp,dp"}}, "order is 'dp', wanted each of"),
-        ({"vary": {"price": "1", "memory.gb": "1:100000:x1.01"}}, "price is not searched over"),
-        ({"layers": "1,1"}, "layers is not searched over, got a list of 1 value; .* --layers"),
-        ({"vary": {"memory.gb": "1:9999"}, "gpus": "1:99"}, "989,901 machines, wanted at most"),
-        ({"durations": "measured.csv"}, "a search computes all durations"),
-        ({"price": 2.0, "costs": "costs.yaml"}, "price and costs both say"),
-    ],
-)
+@cases
 def test_nothing_that_is_asked_for_is_passed_over(given: dict[str, Any], said: str):
     own: dict[str, Any] = {"gpus": 8, **given}
     vary, gpus = own.pop("vary", {}), own.pop("gpus")

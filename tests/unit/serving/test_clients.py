@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from helpers import cases
 from stagewright.api.workloads import workload_of
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import WorkloadSection
@@ -152,25 +153,7 @@ def test_records_of_aiperf(written):
     assert np.isnan(times["tpot"][1])
 
 
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        ([VLLM, VLLM], "is the summary of a benchmark, or a second one"),
-        ([VLLM | DETAILS, VLLM | DETAILS], "or a second one"),
-        ([VLLM | DETAILS | {"ttfts": [0.1]}], "ttfts is [0.1], wanted a list of 4 values"),
-        ([VLLM | DETAILS | {"ttfts": 5}], "ttfts is 5, wanted a list of 4 values"),
-        ([VLLM | DETAILS | {"input_lens": ["x"] * 4}], "request 1: input_lens is 'x', wanted"),
-        ([VLLM | DETAILS | {"ttfts": ["?"] * 4}], "ttfts is '?', wanted a time"),
-        ([VLLM | DETAILS | {"itls": [5] * 4}], "request 1: itls is 5, wanted a list"),
-        ([VLLM | DETAILS | {"itls": [[], [0.1, -3.0], [], []]}], "request 2: itls has -3.0"),
-        ([VLLM | DETAILS | {"itls": [[math.inf], [], [], []]}], "request 1: itls has inf"),
-        (
-            [VLLM | DETAILS | {"latencies": [1.0, 0.04, 1.5, 0.0]}],
-            "request 1: ttfts and itls add up to 1.34 s, its latency is 1 s",
-        ),
-        ([{"input_lens": [1], "output_lens": [1]}], "neither start_times nor request_rate"),
-    ],
-)
+@cases
 def test_bad_results_are_one_line(written, values, says):
     with pytest.raises(UserError) as error:
         traces.read(written(*values))

@@ -87,29 +87,7 @@ def test_all_members_of_a_gzip_file_are_read(tmp_path):
         traces.read(path)
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "has no requests"),
-        ("arrival,isl,osl\n1,2\n", "line 2: has 2 cells, wanted 3"),
-        ("arrival,isl,osl\nx,2,3\n", "line 2: arrival is 'x', wanted a time"),
-        ("arrival,isl,osl\nnan,2,3\n", "arrival is 'nan'"),
-        ("arrival,isl,osl\n1,2.5,3\n", "isl is '2.5', wanted a whole number"),
-        ("arrival,isl,osl\n1,1e99,3\n", "isl is '1e99'"),
-        ("arrival,isl,osl\n1,99999999999,3\n", "wanted fewer than 2147483648"),
-        ("arrival,isl,osl\n1,2147483648,3\n", "wanted fewer than 2147483648"),
-        (f'{{"arrival": 1, "isl": {"9" * 400}, "osl": 3}}', "wanted a whole number of tokens"),
-        ("arrival,isl\n1,2\n", "has arrival, isl; wanted a column output, osl, output_len"),
-        ("arrival,isl,osl,isl\n1,2,3,4\n", "line 1: several columns are 'isl'"),
-        ('{"arrival": 1, "isl": 2, "osl": 3', "line 1: not JSON"),
-        ('{"arrival": true, "isl": 2, "osl": 3}', "arrival is True"),
-        ('{"arrival": 1, "isl": 2, "osl": 3, "hash_ids": [1, 2.5]}', "hash_ids is [1, 2.5]"),
-        ('{"arrival": 1, "isl": 600, "osl": 3, "hash_ids": [1]}', "hash_ids has 1 ids, wanted 2"),
-        ("arrival,isl,osl\n1,0,3\n", "1 rows with no prompt tokens"),
-        ("timestamp,isl,osl\n1764000000000,5,3\n", "in milliseconds are a column timestamp_ms"),
-        ("arrival,isl,osl\n2026-13-01 00:00:00,5,3\n", "wanted a time: a number, or a date"),
-    ],
-)
+@cases
 def test_bad_traces_are_one_line(tmp_path, text: str, says: str):
     with pytest.raises(UserError) as error:
         traces.read(written(tmp_path, text))

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import stagewright as sw
+from helpers import cases
 from stagewright.check.files.reader import read_trace
 from stagewright.cli.main import commands
 from stagewright.errors import UserError
@@ -103,25 +104,7 @@ def test_a_row_without_dtype_is_for_all_and_an_exact_one_wins() -> None:
 HEADER = "kernel,shape,dtype,duration_us\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        ("", "line 1: no column 'kernel'"),
-        ("kernel,shape,time\n", "no column 'duration_us' among"),
-        ("kernel,shape,duration_us,dtyp\n", "unknown column 'dtyp'; did you mean 'dtype'?"),
-        ("kernel,shape,duration_us,shape\n", "column 'shape' comes twice"),
-        (HEADER + "gemm,m=4,bf16\n", "line 2: 3 cells, wanted 4"),
-        (HEADER + "gemm,m=4,bf16,-1\n", "line 2: duration_us is '-1', wanted microseconds above 0"),
-        (HEADER + "gemm,m=4,bf16,nan\n", "duration_us is 'nan'"),
-        (HEADER + "gemm,m=4,bf16,1e309\n", "duration_us is '1e309'"),
-        (HEADER + "gemm,m=4,bf16,fast\n", "duration_us is 'fast'"),
-        (HEADER + "gemm,m=-4,bf16,1\n", "shape has 'm=-4', wanted such as m=4096"),
-        (HEADER + "gemm,m=4 m=5,bf16,1\n", "shape has m twice"),
-        (HEADER + "gemm,m=4,bf61,1\n", "dtype is 'bf61'; did you mean 'bf16'?"),
-        (HEADER + "gemm,m=4,bf16,1\ngemm,m=4,bf16,2\n", "line 3: this kernel comes twice"),
-        (HEADER + 'gemm,"m=4,bf16,1\n', "line 2: unexpected end of data; wanted CSV"),
-    ],
-)
+@cases
 def test_refuses(text: str, wanted: str, tmp_path: Path) -> None:
     path = tmp_path / "k.csv"
     path.write_text(text)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
+from helpers import cases
 from stagewright.cli.main import main
 from stagewright.program.columns import Program, TaskKind
 from stagewright.time.collectives import message_seconds
@@ -55,18 +56,7 @@ def test_no_parameters_are_gathered_in_steps_of_decode() -> None:
     assert step.seconds == sw.simulate("gpt2", "h100-sxm", mode="decode", pp=2).seconds
 
 
-@pytest.mark.parametrize(
-    ("pp", "requests", "layers"),
-    [
-        (2, 64, (16, 16)),
-        (4, 64, (9, 9, 9, 5)),
-        (4, 64, (2, 26, 2, 2)),
-        (4, 64, (8, 8, 8, 8)),
-        (4, 1, (8, 8, 8, 8)),
-        (4, 3, (8, 8, 8, 8)),
-        (8, 64, (4,) * 8),
-    ],
-)
+@cases
 def test_a_step_takes_the_busiest_stage_or_the_way_round(
     pp: int, requests: int, layers: tuple[int, ...]
 ) -> None:
