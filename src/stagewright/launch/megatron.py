@@ -200,7 +200,7 @@ def _run(reading: LaunchFile, given: Mapping[str, Flag], names: set[str]) -> Non
         settings.pop("fp8_recipe", None)
     if "num-experts" in given:
         settings.setdefault("moe_token_dispatcher_type", "allgather")
-    elif "hf-checkpoint" not in given:
+    elif "hidden-size" in given:
         settings.pop("moe_token_dispatcher_type", None)
     if settings.get("recompute") != "full":
         settings.pop("recompute_method", None)
@@ -272,7 +272,8 @@ def _model(
     checkpoint = "".join(given["hf-checkpoint"].values) if "hf-checkpoint" in given else ""
     spec = given.get("spec")
     foreign = spec is not None and not spec.text.startswith("megatron.")
-    if foreign or not {*_DEPTH} & {*given}:
+    if foreign or "hidden-size" not in given:
+        _of_named_model(reading, given)
         why = (
             f"the model is Python code ({spec.text})" if foreign and spec else _why_no_sizes(source)
         )
@@ -305,7 +306,18 @@ def _why_no_sizes(source: LaunchSource) -> str:
     assert source.script is not None
     missing = source.script.missing
     files = f" ({', '.join(missing[:2])} is not here)" if missing else ""
-    return f"the file has no --num-layers{files}"
+    return f"the file has no --hidden-size{files}"
+
+
+def _of_named_model(reading: LaunchFile, given: Mapping[str, Flag]) -> None:
+    """Settings of flags of a model that is named and not described."""
+    reader, settings = _Sizes(reading, given, ""), reading.settings
+    sizes = {"num-layers": "layers", "vocab-size": "vocab", "mtp-num-layers": "mtp_num_layers"}
+    if "hidden-size" not in given:
+        settings |= {ours: reader.size(name) for name, ours in sizes.items() if name in given}
+    rates = [reader.number(name, 0.1) for name in ("hidden-dropout", "attention-dropout")]
+    if not any(rates):
+        settings["dropout"] = False
 
 
 def _preset_of(checkpoint: str) -> str | None:

@@ -209,6 +209,28 @@ def other_names(setting: str) -> OtherNames:
     return OtherNames(tuple(names), "".join(shorts[:1]), switches, words, same)
 
 
+def written(tool: str, setting: str, value: str) -> tuple[str, ...] | None:
+    """Flag of a tool with its value that says a setting has this value; None: it has none.
+
+    >>> written("megatron", "tp", "8"), written("megatron", "recompute_modules", "norm")
+    (('tensor-model-parallel-size', '8'), ('recompute-modules', 'layernorm'))
+    >>> written("megatron", "order", "tp-cp-ep-pp-dp"), written("megatron", "schedule", "zbv")
+    (('use-tp-pp-dp-mapping',), None)
+    """
+    rows = [row for row in {id(r): r for r in table(tool).values()}.values()
+            if row.setting == setting]  # fmt: skip
+    ranked = sorted(rows, key=lambda row: (bool(row.note), row.ours != setting))
+    for row in sorted(ranked, key=lambda row: canonical(row.flag) != setting):
+        constant = row.ours[len(setting) + 1 :]
+        if row.values == "0":
+            if value == (constant or "True"):
+                return (row.flag,)
+        elif not constant:
+            theirs = next((word for word, ours in row.words.items() if ours == value), value)
+            return row.flag, theirs
+    return None
+
+
 # ---- options of which nothing follows ------------------------------------------------------------
 
 OF_MODEL = "it belongs to the model; name a preset or a config.json"

@@ -25,6 +25,7 @@ from shlex import quote
 from typing import Any, NamedTuple
 
 from stagewright.errors import UserError, either
+from stagewright.launch.names import written
 from stagewright.model.config import ModelConfig
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.declare import text_of
@@ -112,12 +113,9 @@ REQUIRED = object()
 class Framework:
     """Flags of a framework."""
 
-    def __init__(self, name: str, defaults: Mapping[str, object], *, dotted: bool = False) -> None:
-        """`defaults`: the framework's, of settings that declare their name in it (`names`).
-
-        `dotted`: the names have dots, as those of torchtitan.
-        """
-        self.name, self.defaults, self.dotted = name, defaults, dotted
+    def __init__(self, tool: str, name: str, defaults: Mapping[str, object]) -> None:
+        """`defaults`: the framework's, of settings that a row of the tool's table gives."""
+        self.tool, self.name, self.defaults = tool, name, defaults
         self.rules: list[Rule] = []
         self.covered = {*defaults}
         """Settings that have a flag; all others are comments."""
@@ -135,13 +133,10 @@ class Framework:
     def lines(self, trained: TrainedRun) -> Lines:
         """Flags for a run, and comments on settings without one."""
         for setting, default in self.defaults.items():
-            names, value = EXPERIMENT[setting].names, trained.value(setting)
-            own = setting.replace("_", "-")
-            name = next((name for name in names if ("." in name) == self.dotted), own)
-            if value is True and not default:
-                yield flag(name)
-            elif value not in (None, default):
-                yield flag(name, value)
+            value = trained.value(setting)
+            if value not in (None, default):
+                words = written(self.tool, setting, text_of(value))
+                yield flag(*words) if words else without_flag(setting, value)
         for rule in self.rules:
             yield from rule(trained)
         for setting, value in trained.settings.items():
@@ -162,7 +157,7 @@ _SIMULATOR = frozenset({
 # Defaults and assertions are those of `megatron/training/arguments.py` and of the configurations
 # that it turns into options: `TransformerConfig`, `ModelParallelConfig` and others.
 
-MEGATRON = Framework("Megatron-LM", {
+MEGATRON = Framework("megatron", "Megatron-LM", {
     "tp": 1, "cp": 1, "pp": 1, "ep": 1, "sequence_parallel": False, "cp_comm_type": "p2p",
     "seq_length": REQUIRED, "decoder_seq_length": None, "micro_batch_size": REQUIRED,
     "global_batch_size": REQUIRED, "tp_comm_overlap": False, "recompute": "none",
@@ -170,19 +165,16 @@ MEGATRON = Framework("Megatron-LM", {
     "moe_expert_capacity_factor": None, "moe_pad_expert_input_to_capacity": False,
     "moe_router_dtype": None, "moe_router_load_balancing_type": "aux_loss",
     "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.0, "make_vocab_size_divisible_by": 128,
+    "moe_router_enable_expert_bias": False, "order": EXPERIMENT["order"].default,
 })  # fmt: skip
 
 
-@MEGATRON.rule("dp", "etp", "order")
+@MEGATRON.rule("dp", "etp")
 def _degrees(trained: TrainedRun) -> Lines:
-    """Degree of experts, and order of ranks; dp follows from the number of ranks."""
+    """Degree of experts; dp follows from the number of ranks."""
     run = trained.run
     if run.etp not in (None, run.tp):
         yield flag("expert-tensor-parallel-size", run.etp)
-    if run.order == "tp-cp-ep-pp-dp":
-        yield flag("use-tp-pp-dp-mapping")
-    elif run.order != EXPERIMENT["order"].default:
-        yield without_flag("order", run.order)
 
 
 @MEGATRON.rule(
@@ -320,8 +312,7 @@ def _offload(trained: TrainedRun) -> Lines:
 
 
 @MEGATRON.rule(
-    *("moe_token_dispatcher_type", "moe_flex_dispatcher"),
-    *("moe_router_enable_expert_bias", "moe_apply_probs"),
+    *("moe_token_dispatcher_type", "moe_flex_dispatcher", "moe_apply_probs"),
 )
 def _experts(trained: TrainedRun) -> Lines:
     """Options of experts; by default tokens are all-gathered and experts not grouped."""
@@ -331,8 +322,6 @@ def _experts(trained: TrainedRun) -> Lines:
     yield flag("moe-grouped-gemm")
     flex = trained.execution.moe_flex_dispatcher and dispatcher == "alltoall"
     yield flag("moe-token-dispatcher-type", "flex" if flex else dispatcher)
-    if run.moe_router_enable_expert_bias:
-        yield flag("moe-router-enable-expert-bias")
     if run.moe_apply_probs == "input":
         yield flag("moe-apply-probs-on-input")
     elif run.moe_apply_probs == "output":
@@ -400,7 +389,7 @@ def _model(trained: TrainedRun) -> Lines:
 # `Trainer.Config` of torchtitan/trainer.py and config/configs.py. Model configurations set degrees,
 # compilation and checkpoints, so that these are always written. Batches are counted in tokens.
 
-TORCHTITAN = Framework("torchtitan", dict.fromkeys(("tp", "cp", "pp"), REQUIRED), dotted=True)
+TORCHTITAN = Framework("torchtitan", "torchtitan", dict.fromkeys(("tp", "cp", "pp"), REQUIRED))
 
 
 @TORCHTITAN.rule("sequence_parallel", "cp_comm_type", "ep", "etp")

@@ -5,16 +5,18 @@ the framework's own defaults is printed, and what it has no flag for is said.
 """
 
 import random
+import re
 import shlex
 
 import pytest
 
 from columns import candidates_of
 from helpers import cases
+from stagewright.api.experiments import load_experiment
 from stagewright.errors import UserError
 from stagewright.run.experiment import Experiment
 from stagewright.run.pipeline_split import layout_split
-from stagewright.run.sections import EXPERIMENT
+from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
@@ -214,6 +216,49 @@ def test_what_megatron_asserts_holds():
             assert not full, seed
             assert of.pp == 1 or of.vpp > 1, seed
             assert named["--moe-token-dispatcher-type"] != ["allgather"], seed
+
+
+def read_again(candidates, path):
+    """The run of a script with a candidate's flags, and settings that are said to have none."""
+    printed, run = flags(candidates, 0, "megatron"), candidates.run(0)
+    launcher = f"torchrun --nproc_per_node {run.world_size} pretrain_gpt.py"
+    path.write_text(" ".join([launcher, *(x for x in printed if not x.startswith("#"))]))
+    without = {m[1] for x in printed if (m := re.match(r"# (\w+)=.* has no flag", x))}
+    return load_experiment(path, {"model": run.model}), without
+
+
+def test_what_is_written_for_megatron_is_read_as_the_same_run(tmp_path):
+    """A script with the flags of a run has its settings, but for those said to have no flag."""
+    count = 0
+    for seed in SEEDS:
+        candidates = any_run(seed)
+        model, wanted = candidates.model, candidates.run(0).resolved(candidates.model)
+        if wanted.framework != "megatron":
+            continue  # whose habits have no flags
+        read, without = read_again(candidates, tmp_path / f"{seed}.sh")
+        without |= {
+            "operators",
+            "fuse",
+            "layers_per_stage",
+        }  # fusion is the kernels', splits derive
+        without |= set() if wanted.zero else {"dp_shard"}
+        without |= set() if model.num_experts else {of for of in SETTINGS if of.startswith("moe_")}
+        without |= set() if model.hidden_dropout else {"dropout"}
+        got = read.run.resolved(model)
+        for of in SETTINGS.values():
+            needs = ((getattr(wanted, need), values) for need, values in of.needs.items())
+            if of.name in without or of.is_idle(wanted) or any(x not in y for x, y in needs):
+                continue
+            count += 1
+            assert getattr(got, of.name) == getattr(wanted, of.name), (seed, of.name)
+        how = candidates.execution(0)
+        if wanted.dp > 1 and "no_overlap" not in without and wanted.zero < 2:
+            assert ("dp" in read.execution.no_overlap) == ("dp" in how.no_overlap), seed
+        if "launch_mode" not in without:
+            assert (read.execution.launch_mode or "eager") == (how.launch_mode or "eager"), seed
+        if "overlap_param_gather" not in without and wanted.zero and wanted.dp > 1:
+            assert read.execution.overlap_param_gather == how.overlap_param_gather, seed
+    assert count > 3000
 
 
 def test_every_setting_is_a_flag_or_said_to_have_none():
