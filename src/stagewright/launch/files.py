@@ -17,12 +17,18 @@ from urllib.parse import parse_qsl, quote
 
 from stagewright.errors import UserError, either
 from stagewright.files import from_json, from_yaml, open_regular, read_text
-from stagewright.launch import megatron, shell
+from stagewright.launch import megatron, recipes, shell
 from stagewright.launch.reading import LaunchFile, LaunchSource, Tool
 from stagewright.launch.shell import ShellCommand, shown
 from stagewright.model.config import ModelConfig
 
-TOOLS: tuple[Tool, ...] = (megatron.SLIME, megatron.MEGATRON)
+TOOLS: tuple[Tool, ...] = (
+    megatron.SLIME,
+    megatron.MEGATRON,
+    recipes.TORCHTITAN,
+    recipes.DEEPSPEED,
+    recipes.ACCELERATE,
+)
 """All tools; the first one that knows a file reads it."""
 
 _IGNORE = "ignore-unknown"
@@ -71,7 +77,8 @@ def _is_launch_file(path: str, _: int) -> bool:
     marks = (mark for tool in TOOLS for mark in tool.marks)
     if len(text) > shell.MOST_BYTES or not any(mark in text for mark in marks):
         return False
-    return _claimed(LaunchSource(path, text, None, _data(path, text))) is not None
+    format_, data = _data(path, text)
+    return _claimed(LaunchSource(path, text, None, data, format=format_)) is not None
 
 
 def _is_script(text: str) -> bool:
@@ -90,18 +97,19 @@ def _is_script(text: str) -> bool:
     return any(_FLAG.search(line.partition(" #")[0]) for line in lines)
 
 
-def _data(path: str, text: str) -> dict[str, Any] | None:
-    """Content of a file of data: JSON, TOML or YAML; None for no mapping."""
+def _data(path: str, text: str) -> tuple[str, dict[str, Any] | None]:
+    """Format and content of a file of data; None for no mapping."""
+    format_ = "yaml"
     try:
         if text.lstrip().startswith("{"):
-            value = from_json(text, path)
+            format_, value = "json", from_json(text, path)
         elif re.search(r"^\s*\[[\w.]+\]\s*(#|$)", text, re.MULTILINE):
-            value = tomllib.loads(text)
+            format_, value = "toml", tomllib.loads(text)
         else:
             value = from_yaml(text, path)
     except (UserError, tomllib.TOMLDecodeError):
-        return None
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
+        return format_, None
+    return format_, cast("dict[str, Any]", value) if isinstance(value, dict) else None
 
 
 def _claimed(source: LaunchSource) -> tuple[Tool, ShellCommand] | None:
@@ -151,12 +159,12 @@ def read(name: str | os.PathLike[str]) -> LaunchFile:
 def _read(path: str, given: tuple[tuple[str, str], ...], ignores: bool, _: int) -> LaunchFile:
     text = read_text(path, "a launch script", shell.MOST_BYTES)
     more = [part for k, v in given if "-" in k for part in ("--" + k.lstrip("-"), v) if part]
-    script = data = None
+    script, data, format_ = None, None, "shell"
     if _is_script(text):
         script = shell.read(text, path, {k: v for k, v in given if "-" not in k})
     else:
-        data = _data(path, text)
-    source = LaunchSource(path, text, script, data, tuple(more), ignores)
+        format_, data = _data(path, text)
+    source = LaunchSource(path, text, script, data, tuple(more), ignores, format_)
     if (claimed := _claimed(source)) is None:
         raise UserError(f"{path}: {_why_not(script)}")
     tool, command = claimed

@@ -18,7 +18,7 @@ from typing import Any
 
 from stagewright.errors import UserError
 from stagewright.launch import reading as reads
-from stagewright.launch.reading import Flag, LaunchFile, LaunchSource, Line, Tool, parse
+from stagewright.launch.reading import Flag, LaunchFile, LaunchSource, Line, Tool, parse, program_of
 from stagewright.launch.shell import ShellCommand, shown, unknown_names
 from stagewright.launch.tables import canonical, table, value_of
 from stagewright.model.config import ModelConfig
@@ -72,7 +72,7 @@ def _command(source: LaunchSource, flag: str) -> ShellCommand | None:
                 "is a \\ missing at the end of the line before?"
             )
         if count >= 3 and (not flag or canonical(flag) in names):
-            program = _program(command)[1]
+            program = program_of(command)[1]
             counts.append((not _OTHER_PROGRAMS.search(program), count, -index))
     return source.script.commands[-max(counts)[2]] if counts else _loose(source, flag)
 
@@ -94,21 +94,9 @@ def _loose(source: LaunchSource, flag: str) -> ShellCommand | None:
     return None if flag or not words else ShellCommand((_ARGUMENTS, *words), 1)
 
 
-def _program(command: ShellCommand) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
-    """Words before the training program, the program, and its own words."""
-    words = command.words
-    for i, word in enumerate(words):
-        module = words[i - 1] == "-m" if i else False
-        if (word.endswith(".py") and not word.startswith("-")) or (
-            module and not word.startswith("torch.distributed")
-        ):
-            return words[:i], shown(word), words[i + 1 :]
-    return (), "", words
-
-
 def _read_megatron(source: LaunchSource, command: ShellCommand) -> LaunchFile:
     reading = LaunchFile(source.path, "Megatron-LM")
-    before, program, words = _program(command)
+    before, program, words = program_of(command)
     tables = [table("megatron"), *([table("slime")] if program == _ARGUMENTS else [])]
     flags = [*parse((*words, *source.more), tables)]
     _refuse_other(reading, program)
@@ -121,7 +109,7 @@ def _read_megatron(source: LaunchSource, command: ShellCommand) -> LaunchFile:
 
 def _read_slime(source: LaunchSource, command: ShellCommand) -> LaunchFile:
     reading = LaunchFile(source.path, "slime")
-    _, program, words = _program(command)
+    _, program, words = program_of(command)
     flags = [*parse((*words, *source.more), [table("slime"), table("megatron")])]
     _refuse_other(reading, program)
     given = reads.apply(reading, flags, ignore_unknown=source.ignore_unknown)
@@ -148,21 +136,8 @@ def _refuse_other(reading: LaunchFile, program: str) -> None:
 
 
 def _gpus(reading: LaunchFile, source: LaunchSource, before: Sequence[str]) -> None:
-    """Number of GPUs, as torchrun, srun or sbatch start them."""
-    assert source.script is not None
-    headers = [word for line in source.script.headers for word in line.split()]
-    counts: dict[str, int] = {}
-    for flag in [*parse(headers, [table("launchers")]), *parse(before, [table("launchers")])]:
-        if not flag.row or flag.row.ours == "-" or not flag.values:
-            continue
-        text = flag.values[0].rpartition(":")[2]
-        if text.isdecimal():
-            counts[flag.row.ours] = int(text)
-            reading.lines.append(Line(flag.name, flag.text, f"{flag.row.ours} {text}"))
-    if "gpus_per_node" in counts:
-        counts["gpus"] = counts["gpus_per_node"] * counts.get("nodes", 1)
-    if "gpus" in counts:
-        reading.settings["gpus"] = counts["gpus"]
+    """Number of GPUs; dp is the least that can be where nobody says how many there are."""
+    if reads.started_gpus(reading, source, before):
         return
     settings = reading.settings
     shared = settings.get("tp", 1) * settings.get("cp", 1)
@@ -277,7 +252,7 @@ def _model(
         why = (
             f"the model is Python code ({spec.text})" if foreign and spec else _why_no_sizes(source)
         )
-        if not (preset := _preset_of(checkpoint)):
+        if not (preset := preset_of(checkpoint)):
             reading.needs["model"] = f"{why}; name a model: MODEL --config {reading.path}"
             return
         reading.settings["model"] = preset
@@ -320,7 +295,7 @@ def _of_named_model(reading: LaunchFile, given: Mapping[str, Flag]) -> None:
         settings["dropout"] = False
 
 
-def _preset_of(checkpoint: str) -> str | None:
+def preset_of(checkpoint: str) -> str | None:
     """The preset of a checkpoint, by the name of its folder."""
     name = PurePath(checkpoint).name
     return None if not name or unknown_names(name) else _repositories().get(_stem(name))
@@ -613,7 +588,7 @@ class _Sizes:
                 return self.size(name)
         notes, tokenizer = self.reading.notes, self.given.get("tokenizer-model")
         named = "".join(tokenizer.values) if tokenizer else ""
-        if (preset := _preset_of(named)) is not None:
+        if (preset := preset_of(named)) is not None:
             size = PRESETS[preset].vocab_size
             notes.append(
                 f"the vocabulary is {size}, as {preset} has it (--tokenizer-model {named})"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from stagewright.errors import UserError, either
 from stagewright.launch.shell import Script, ShellCommand, shown, unknown_names
-from stagewright.launch.tables import NUMBER, FlagRow, canonical, value_of
+from stagewright.launch.tables import NUMBER, FlagRow, canonical, row_of, table, value_of
 from stagewright.model.config import ModelConfig
 from stagewright.texttable import Table
 
@@ -108,6 +108,8 @@ class LaunchSource(NamedTuple):
     more: tuple[str, ...] = ()
     """Flags that the user gives besides those of the file."""
     ignore_unknown: bool = False
+    format: str = "shell"
+    """Of the text: shell, toml, json or yaml."""
 
 
 class Tool(NamedTuple):
@@ -135,7 +137,7 @@ def parse(words: Sequence[str], tables: Iterable[Mapping[str, FlagRow]]) -> Iter
         if not _is_flag(word):
             continue
         name, equals, value = word.partition("=")
-        row = _row(rows, canonical(name))
+        row = row_of(rows, canonical(name))
         if equals:
             yield Flag(name, (value,), row)
             continue
@@ -150,17 +152,6 @@ def parse(words: Sequence[str], tables: Iterable[Mapping[str, FlagRow]]) -> Iter
             count += 1
         yield Flag(name, tuple(words[i : i + count]), row)
         i += count
-
-
-def _row(rows: Mapping[str, FlagRow], name: str) -> FlagRow | None:
-    """Row of a flag; `--no-x` switches off what `x` is, which may mean nothing here, too."""
-    if name in rows:
-        return rows[name]
-    positive = rows.get(name.removeprefix("no_"))
-    if positive and positive.ours == "-":
-        return positive._replace(values="0")
-    beginnings = (row for key, row in rows.items() if key[-1] == "*" and name.startswith(key[:-1]))
-    return next(beginnings, None)
 
 
 _MOST = {"0-1": 1}
@@ -266,6 +257,36 @@ def _set(reading: LaunchFile, flag: Flag, row: FlagRow) -> list[Line]:
     if row.note and given and not row.words:
         reading.notes.append(f"{flag.name}: {row.note}")
     return []
+
+
+def program_of(command: ShellCommand) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
+    """Words before the training program, the program, and its own words."""
+    words = command.words
+    for i, word in enumerate(words):
+        module = words[i - 1] == "-m" if i else False
+        if (word.endswith(".py") and not word.startswith("-")) or (
+            module and not word.startswith("torch.distributed")
+        ):
+            return words[:i], shown(word), words[i + 1 :]
+    return (), "", words
+
+
+def started_gpus(reading: LaunchFile, source: LaunchSource, before: Sequence[str]) -> bool:
+    """Read the number of GPUs as torchrun, srun or sbatch start them; False: none is given."""
+    headers = source.script.headers if source.script else []
+    words = [*(word for line in headers for word in line.split()), *before]
+    counts: dict[str, int] = {}
+    for flag in parse(words, [table("launchers")]):
+        if not flag.row or flag.row.ours == "-" or not flag.values:
+            continue
+        text = flag.values[0].rpartition(":")[2]
+        if text.isdecimal():
+            counts[flag.row.ours] = int(text)
+            reading.lines.append(Line(flag.name, flag.text, f"{flag.row.ours} {text}"))
+    if "gpus_per_node" in counts:
+        counts["gpus"] = counts["gpus_per_node"] * counts.get("nodes", 1)
+    reading.settings |= {"gpus": counts["gpus"]} if "gpus" in counts else {}
+    return "gpus" in counts
 
 
 def whole(reading: LaunchFile, flag: Flag) -> int:

@@ -70,6 +70,17 @@ def table(tool: str) -> Mapping[str, FlagRow]:
     return rows
 
 
+def row_of(rows: Mapping[str, FlagRow], name: str) -> FlagRow | None:
+    """Row of a flag; `--no-x` switches off what `x` is, which may mean nothing here, too."""
+    if name in rows:
+        return rows[name]
+    positive = rows.get(name.removeprefix("no_"))
+    if positive and positive.ours == "-":
+        return positive._replace(values="0")
+    beginnings = (row for key, row in rows.items() if key[-1] == "*" and name.startswith(key[:-1]))
+    return next(beginnings, None)
+
+
 def value_of(text: str) -> Any:
     """A word as a number, a truth value or text.
 

@@ -1,0 +1,229 @@
+"""Files of data that start training: torchtitan's TOML and options, DeepSpeed, Accelerate.
+
+Nested keys are flags with dots: `zero_optimization.stage`. None of these files has the sizes of a
+model; torchtitan's names one, beside the others MODEL is given.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from stagewright.files import read_text
+from stagewright.launch import shell
+from stagewright.launch.megatron import preset_of
+from stagewright.launch.reading import (
+    Flag,
+    LaunchFile,
+    LaunchSource,
+    Line,
+    Tool,
+    apply,
+    parse,
+    program_of,
+    started_gpus,
+)
+from stagewright.launch.shell import ShellCommand
+from stagewright.launch.tables import canonical, row_of, table
+
+_NOTHING = ShellCommand((), 1)
+"""What a file of data starts."""
+
+
+def _flags(data: Mapping[str, Any], tool: str, prefix: str = "") -> Iterator[Flag]:
+    """Keys of nested mappings as flags; null and `auto` say nothing."""
+    for key, value in data.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _flags(cast("Mapping[str, Any]", value), tool, f"{name}.")
+        elif value is not None and value not in ("auto", ""):
+            items = cast("list[object]", value) if isinstance(value, list) else [value]
+            texts = [str(x).lower() if isinstance(x, bool) else str(x) for x in items]
+            yield Flag(name, tuple(texts), row_of(table(tool), canonical(name)))
+
+
+def _without(flags: Iterable[Flag], *names: str) -> tuple[list[Flag], dict[str, int]]:
+    """Flags without some that only a rule reads, and the whole numbers of these."""
+    kept: list[Flag] = []
+    numbers: dict[str, int] = {}
+    for flag in flags:
+        if flag.name.lstrip("-") in names and flag.values and flag.values[0].isdecimal():
+            numbers[flag.name.lstrip("-")] = int(flag.values[0])
+        else:
+            kept.append(flag)
+    return kept, numbers
+
+
+def _truth(settings: dict[str, Any], *names: str) -> None:
+    """Norms of 0 and the like as switches."""
+    settings |= {name: bool(settings[name]) for name in names if name in settings}
+
+
+# ---- torchtitan ----------------------------------------------------------------------------------
+
+
+def _torchtitan_command(source: LaunchSource) -> ShellCommand | None:
+    if source.format == "toml" and source.data is not None:
+        sections = {"training", "parallelism"} & source.data.keys()
+        return _NOTHING if sections and "model" in source.data else None
+    if source.script is None:
+        return None
+    rows = table("torchtitan")
+    for command in source.script.commands:
+        names = [word.partition("=")[0] for word in command.words if word.startswith("--")]
+        if any("." in name and row_of(rows, canonical(name)) for name in names):
+            return command
+    return None
+
+
+def _read_torchtitan(source: LaunchSource, command: ShellCommand) -> LaunchFile:
+    reading = LaunchFile(source.path, "torchtitan")
+    settings = reading.settings
+    given = [*parse(command.words, [table("torchtitan")])]
+    given = [flag for flag in given if "." in flag.name]
+    config = next((f.values[0] for f in given if f.name.endswith("config_file") and f.values), None)
+    flags = [*_flags(source.data or {}, "torchtitan")]
+    if config is not None and (path := Path(Path(source.path).parent, config)).is_file():
+        text = read_text(path, "a job configuration of torchtitan", shell.MOST_BYTES)
+        try:
+            flags += _flags(tomllib.loads(text), "torchtitan")
+        except tomllib.TOMLDecodeError as error:
+            raise reading.fail(f"{config}: {error}") from None
+    elif config is not None:
+        reading.needs["model"] = f"{config} is not here; name a model: MODEL --config {source.path}"
+    kept, batch = _without(
+        iter([*flags, *given]), "training.local_batch_size", "training.batch_size"
+    )
+    extra = [*parse(source.more, [table("torchtitan")])]
+    of_model = apply(reading, [*kept, *extra], ignore_unknown=source.ignore_unknown)
+    settings["framework"] = "torchtitan"
+    started_gpus(reading, source, program_of(command)[0])
+    _truth(settings, "clip_grad")
+    settings.setdefault("recompute", "none")
+    settings.setdefault("launch_mode", "eager")
+    settings["sequence_parallel"] = settings.get("tp", 1) > 1
+    for name, local in batch.items():
+        reading.lines.append(Line(name, str(local), "sequences of a rank of dp in a step"))
+        if settings.get("pp", 1) == 1:
+            settings["micro_batch_size"] = local
+        elif "global_batch_size" not in settings:
+            reading.needs["global_batch_size"] = (
+                f"{name} {local} is of each rank of dp; give --global-batch-size, {local} x dp"
+            )
+    if settings.get("global_batch_size") == -1:
+        del settings["global_batch_size"]
+    _shards(reading)
+    _named_model(reading, of_model)
+    return reading
+
+
+def _shards(reading: LaunchFile) -> None:
+    """A degree of -1: dp fills the GPUs, which are not in the file."""
+    settings = reading.settings
+    name = "parallelism_data_parallel_shard_degree"
+    if settings.get(name, -1) != -1:
+        return
+    settings.pop(name, None)
+    settings["zero"] = 3
+    copies = settings.pop("parallelism_data_parallel_replicate_degree", 1)
+    if copies > 1:
+        raise reading.fail(
+            "data_parallel_shard_degree is -1, all ranks that are left, but with copies these are "
+            "not known; give it as a number: --set parallelism.data-parallel-shard-degree=N"
+        )
+    reading.notes.append("data_parallel_shard_degree is -1: dp fills --gpus or --nodes")
+
+
+def _named_model(reading: LaunchFile, given: Mapping[str, Flag]) -> None:
+    """The preset of the assets' folder, or of the name and the flavor."""
+    values = {flag.name.rpartition(".")[2]: flag.text for flag in given.values()}
+    name = f"{values.get('name', '')}-{values.get('flavor', '')}"
+    for text in (values.get("hf_assets_path", ""), values.get("tokenizer_path", ""), name):
+        if preset := preset_of(text):
+            reading.settings["model"] = preset
+            reading.notes.append(f"the model is {preset}, after {text}")
+            reading.lines += [Line(f.name, f.text, f"(of {preset})") for f in given.values()]
+            return
+    why = f"the sizes of {name} are in Python code; name a model: MODEL --config {reading.path}"
+    reading.needs.setdefault("model", why)
+
+
+# ---- DeepSpeed and Accelerate --------------------------------------------------------------------
+
+
+_OF_DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
+"""Keys of which a DeepSpeed configuration has one."""
+
+
+def _deepspeed_claim(source: LaunchSource) -> ShellCommand | None:
+    found = source.format == "json" and source.data and {*_OF_DEEPSPEED} & source.data.keys()
+    return _NOTHING if found else None
+
+
+def _accelerate_claim(source: LaunchSource) -> ShellCommand | None:
+    return _NOTHING if source.data and "distributed_type" in source.data else None
+
+
+def _read_keys(source: LaunchSource, tool: str, name: str) -> LaunchFile:
+    """Settings of a file that names no model."""
+    reading = LaunchFile(source.path, name)
+    apply(reading, [*_flags(source.data or {}, tool)], ignore_unknown=source.ignore_unknown)
+    _truth(reading.settings, "clip_grad")
+    reading.needs["model"] = f"names no model; name one: MODEL --config {source.path}"
+    return reading
+
+
+def _accumulate(reading: LaunchFile, steps: int | None) -> None:
+    """The batch of several microbatches, where dp is known; otherwise it is asked for."""
+    settings = reading.settings
+    micro, dp = settings.get("micro_batch_size", 1), settings.get("dp")
+    if "global_batch_size" in settings or not steps or steps == 1:
+        return
+    if dp is not None:
+        settings["global_batch_size"] = micro * steps * dp
+        return
+    reading.needs["global_batch_size"] = (
+        f"gradient_accumulation_steps is {steps}; give --global-batch-size, {micro * steps} x dp"
+    )
+
+
+def _read_deepspeed(source: LaunchSource, _: ShellCommand) -> LaunchFile:
+    reading = _read_keys(source, "deepspeed", "DeepSpeed")
+    settings = reading.settings
+    settings.setdefault("precision", "fp32")
+    overlaps = settings.pop("overlap_comm", settings.get("zero") == 3)  # its default
+    settings["no_overlap"] = [] if overlaps else ["dp"]
+    _accumulate(reading, settings.pop("gradient_accumulation_steps", None))
+    return reading
+
+
+def _read_accelerate(source: LaunchSource, _: ShellCommand) -> LaunchFile:
+    reading = _read_keys(source, "accelerate", "Accelerate")
+    settings = reading.settings
+    kind = str(settings.pop("distributed_type", "NO")).upper()
+    shard, copies = settings.pop("shard_size", 1), settings.pop("replicate_size", 1)
+    if kind == "FSDP":
+        settings.setdefault("zero", 3)
+    elif kind not in ("NO", "MULTI_GPU", "DEEPSPEED"):
+        raise reading.fail(f"distributed_type is {kind}, wanted FSDP, DEEPSPEED, MULTI_GPU or NO")
+    if copies > 1 and shard > 1:
+        settings["dp_shard"] = shard
+    elif copies > 1:
+        settings["zero"] = 0
+    settings.setdefault("precision", "fp32")
+    settings.setdefault("gpus", 1)
+    others = settings.get("tp", 1) * settings.get("cp", 1)
+    if settings["gpus"] % others == 0:
+        settings["dp"] = settings["gpus"] // others
+    _accumulate(reading, settings.pop("gradient_accumulation_steps", None))
+    settings.pop("dp", None)
+    return reading
+
+
+TORCHTITAN = Tool(
+    "torchtitan", _torchtitan_command, _read_torchtitan, ("[parallelism]", "[training]")
+)
+DEEPSPEED = Tool("DeepSpeed", _deepspeed_claim, _read_deepspeed, _OF_DEEPSPEED)
+ACCELERATE = Tool("Accelerate", _accelerate_claim, _read_accelerate, ("distributed_type",))

@@ -1,0 +1,123 @@
+"""Files of torchtitan, DeepSpeed and Accelerate as runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stagewright as sw
+from stagewright.api.experiments import load_experiment
+from stagewright.errors import UserError
+from stagewright.launch import files
+
+TOML = """# A job configuration.
+[model]
+name = "llama3"
+flavor = "8B"
+[optimizer]
+name = "AdamW"
+lr = 3e-4
+[training]
+local_batch_size = 2
+seq_len = 4096
+max_norm = 1.0
+[parallelism]
+data_parallel_shard_degree = 4
+tensor_parallel_degree = 2
+[activation_checkpoint]
+mode = "full"
+"""
+
+DEEPSPEED = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "bf16": {"enabled": True},
+    "gradient_clipping": 0,
+}  # fmt: skip
+
+ACCELERATE = """
+distributed_type: FSDP
+fsdp_config: {fsdp_activation_checkpointing: true, fsdp_reshard_after_forward: true}
+mixed_precision: bf16
+num_machines: 2
+num_processes: 16
+parallelism_config: {parallelism_config_tp_size: 2, parallelism_config_dp_shard_size: 8}
+"""
+
+
+def settings(run: sw.Run, wanted: dict[str, Any]) -> dict[str, Any]:
+    return {name: getattr(run, name) for name in wanted}
+
+
+def test_torchtitan(tmp_path: Path) -> None:
+    path = tmp_path / "llama.toml"
+    path.write_text(TOML)
+    wanted = {"model": "llama3-8b", "framework": "torchtitan", "tp": 2, "dp": 4, "zero": 3,
+              "micro_batch_size": 2, "seq_length": 4096, "recompute": "full",
+              "sequence_parallel": True, "clip_grad": True}  # fmt: skip
+    assert settings(sw.load_run(path), wanted) == wanted
+    assert sw.load_run(path, {"parallelism.tensor_parallel_degree": 4}).tp == 4
+    path.write_text(TOML.replace("= 4\n", "= -1\n"))
+    assert sw.load_run(path, {"gpus": 16}).dp == 8
+
+
+def test_torchtitan_on_a_command_line(tmp_path: Path) -> None:
+    """Options replace what the file that they name says; torchrun says how many GPUs there are."""
+    (tmp_path / "llama.toml").write_text(TOML.replace("shard_degree = 4", "shard_degree = -1"))
+    path = tmp_path / "run.sh"
+    command = "torchrun --nproc_per_node=8 -m torchtitan.train --job.config_file ./llama.toml"
+    path.write_text(f"{command} --parallelism.tensor_parallel_degree 4 --training.seq_len=2048\n")
+    run = sw.load_run(path)
+    assert (run.tp, run.dp, run.seq_length) == (4, 2, 2048)
+
+
+def test_deepspeed(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(DEEPSPEED))
+    with pytest.raises(UserError, match=r"names no model; name one: MODEL --config"):
+        sw.load_run(path)
+    with pytest.raises(UserError, match="give --global-batch-size, 8 x dp"):
+        sw.load_run(path, {"model": "gpt2"})
+    given = {"model": "gpt2", "dp": 4, "global_batch_size": 32}
+    wanted = {"zero": 2, "micro_batch_size": 2, "optimizer_cpu_offload": True,
+              "precision": "bf16", "clip_grad": False, **given}  # fmt: skip
+    experiment = load_experiment(path, given)
+    assert settings(experiment.run, wanted) == wanted
+    assert experiment.execution.no_overlap == {"dp"}  # overlap_comm is off but in stage 3
+
+
+def test_accelerate(tmp_path: Path) -> None:
+    path = tmp_path / "fsdp.yaml"
+    path.write_text(ACCELERATE)
+    wanted = {"model": "gpt2", "tp": 2, "dp": 8, "zero": 3, "recompute": "full",
+              "precision": "bf16", "reshard_after_forward": True}  # fmt: skip
+    assert settings(sw.load_run(path, {"model": "gpt2"}), wanted) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("x.toml", TOML + "[surprise]\nkey = 1\n", "surprise.key 1 is not known here"),
+        ("x.toml", TOML.replace('"full"', '"some"'), "'some'"),
+        ("x.json", json.dumps(DEEPSPEED | {"amp": {"enabled": True}}), "amp.enabled true"),
+        ("x.yaml", ACCELERATE.replace("FSDP", "TPU", 1), "distributed_type is TPU"),
+        ("x.yaml", ACCELERATE + "megatron_lm_config: {tp: 2}\n", "through Accelerate"),
+    ],
+)
+def test_refusals(name: str, text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        sw.load_run(path, {"model": "gpt2"})
+    assert said in str(error.value)
+
+
+def test_a_run_file_with_names_of_torchtitan_is_a_run_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: gpt2\nparallelism:\n  tensor_parallel_degree: 2\n")
+    assert files.find(path) is None
+    assert sw.load_run(path).tp == 2
