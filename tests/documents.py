@@ -20,7 +20,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *WRITTEN])
 
 _FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _WALL = re.compile(r"\b\d+\.\d s\b")  # of the machine; simulated seconds have two decimals
-_PROGRESS = re.compile(r"stagewright: (estimat(ing|ed) [\d,]+|[\d,]+ candidates? simulated, best) ")
+_PROGRESS = re.compile(r"stagewright: (estimat(ing|ed)|bounds of layouts|[\d,]+ of)")
 
 
 class Block(NamedTuple):

@@ -97,19 +97,10 @@ def duration(seconds: float) -> str:
     return f"{seconds / 1e-6:.2f} us"
 
 
-def plural(number: int, singular: str, many: str) -> str:
+def plural(number: int, singular: str, several: str) -> str:
     """A count with its noun, in the singular for 1.
 
     >>> plural(1, "rank", "ranks"), plural(2048, "rank", "ranks")
-    ('1 rank', '2048 ranks')
-    """
-    return f"{number} {singular if number == 1 else many}"
-
-
-def many(number: int, singular: str, several: str) -> str:
-    """Like `plural`, with commas between thousands.
-
-    >>> many(1, "candidate", "candidates"), many(2048, "candidate", "candidates")
-    ('1 candidate', '2,048 candidates')
+    ('1 rank', '2,048 ranks')
     """
     return f"{number:,} {singular if number == 1 else several}"

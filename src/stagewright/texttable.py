@@ -1,24 +1,25 @@
-"""A table of columns with units, which prints as text and HTML and converts to data frames.
+"""A table of columns with units, which prints as text, HTML and CSV.
 
 >>> print(Table("Memory", {"stage": [0, 1], "peak": [81_000_000_000, 2_000]}, {"peak": "B"}))
 Memory
 stage   peak
 0      81 GB
 1       2 kB
+
+`Table.columns` makes a data frame: `pandas.DataFrame(table.columns)`.
 """
 
 from __future__ import annotations
 
 import csv
 import html
-import importlib
 import io
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from stagewright.errors import UserError
 from stagewright.numbers import duration, parameters, quantity
 
 if TYPE_CHECKING:
@@ -26,10 +27,8 @@ if TYPE_CHECKING:
 
 SHOWN = 30
 """Rows shown in a notebook."""
-GAP = 2
-"""Blanks between columns of a terminal."""
 MIN_TEXT = 28
-"""Columns of text below which text is not folded."""
+"""Characters of a word of text above which a terminal may fold it."""
 
 STYLE = (
     "<style>table.stagewright :is(td,th){text-align:left;padding:.15em .8em .15em 0}"
@@ -64,6 +63,31 @@ class Table:
     are shown unchanged."""
     grouped: str = ""
     """A column whose value is shown only where it differs from the row above."""
+    secondary: Sequence[str] = ()
+    """Columns that a terminal without room for all leaves out, the last first."""
+    bad: Collection[int] = ()
+    """Rows that a page marks, such as those of runs that do not fit."""
+
+    @classmethod
+    def of_rows(
+        cls, title: str, names: Sequence[str], rows: Iterable[Sequence[Any]], *more: Any
+    ) -> Table:
+        """A table from its rows; `more` are units and the grouped column."""
+        columns = [*zip(*rows, strict=True)] or [()] * len(names)
+        return cls(title, dict(zip(names, map(list, columns), strict=True)), *more)
+
+    @classmethod
+    def of_columns(
+        cls,
+        title: str,
+        columns: Iterable[tuple[str, str | None, Sequence[Any], bool]],
+        secondary: Sequence[str] = (),
+    ) -> Table:
+        """A table from columns: name, unit (None: text), cells, and True if the table has it."""
+        shown = [(name, unit, cells) for name, unit, cells, is_shown in columns if is_shown]
+        units = {name: unit for name, unit, _ in shown if unit is not None}
+        by_name = {name: cells for name, _, cells in shown}
+        return cls(title, by_name, units, secondary=[n for n in secondary if n in by_name])
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), ()))
@@ -98,14 +122,6 @@ class Table:
             ]
         return list(zip(*by_column.values(), strict=True))
 
-    def ends(self) -> list[bool]:
-        """Return True for each row with which a group ends."""
-        if not self.grouped:
-            return [False] * len(self)
-        values = self.columns[self.grouped]
-        changes = [value != after for value, after in itertools.pairwise(values)]
-        return [*changes, True] if len(values) else []
-
     def __str__(self) -> str:
         return self._text(self.text_rows())
 
@@ -126,54 +142,15 @@ class Table:
         ]
         return "\n".join([self.title, *map(str.rstrip, lines)])
 
-    def blocks(self, width: int) -> list[Table]:
-        """Split into tables of at most `width` columns of text, each with the leading labels.
-
-        A number is never cut; text that does not fit is for the caller to fold.
-
-        >>> table = Table("", {"rank": ["a"], "sent": [1], "got": [2]}, {"sent": "", "got": ""})
-        >>> [list(block.columns) for block in table.blocks(12)]
-        [['rank', 'sent'], ['rank', 'got']]
-        >>> table = Table("", {"#": [1], "sent": [1], "got": [2]}, {"#": "", "sent": "", "got": ""})
-        >>> [list(block.columns) for block in table.blocks(9)]
-        [['#', 'sent'], ['#', 'got']]
-        """
-        widths = {name: self._width(name) + GAP for name in self.columns}
-        if sum(widths.values()) - GAP <= width:
-            return [self]
-        names = list(self.columns)
-        labels = list(itertools.takewhile(self._is_label, names))
-        while len(labels) > 1 and sum(widths[name] for name in labels) > 2 * width // 3:
-            labels.pop()
-        room = width + GAP - sum(widths[name] for name in labels)
-        others = {name: widths[name] for name in names[len(labels) :]}
-        pieces = _pieces(others, room)
-        # Make the pieces equally wide.
-        while len(narrower := _pieces(others, room - 1)) == len(pieces) and room > 1:
-            pieces, room = narrower, room - 1
-        first, *following = [self.only(*labels, *piece) for piece in pieces]
-        return [first, *(replace(table, title="") for table in following)]
-
-    def _is_label(self, name: str) -> bool:
-        return name == "#" or not self.is_number(name)
-
-    def _width(self, name: str) -> int:
-        """Columns of text that a column needs at least: text may be folded."""
-        widest = max(map(len, (name, *self.cells(name))))
-        return widest if self.is_number(name) else max(len(name), min(widest, MIN_TEXT))
-
-    def html(self, limit: int | None = None, bad: Collection[int] = ()) -> str:
-        """The table as HTML; after `limit` rows, a line says how many are left out.
-
-        Rows whose index is in `bad` have that class.
-        """
+    def html(self, limit: int | None = None) -> str:
+        """The table as HTML; after `limit` rows, a line says how many are left out."""
         marks = [' class="n"' if self.is_number(name) else "" for name in self.columns]
         head = "".join(
             f'<th scope="col"{mark}>{html.escape(name)}</th>'
             for name, mark in zip(self.columns, marks, strict=True)
         )
         body = "".join(
-            ('<tr class="bad">' if i in bad else "<tr>")
+            ('<tr class="bad">' if i in self.bad else "<tr>")
             + "".join(
                 f"<td{mark}>{html.escape(cell)}</td>" for cell, mark in zip(row, marks, strict=True)
             )
@@ -181,10 +158,11 @@ class Table:
             for i, row in enumerate(self.text_rows()[:limit])
         )
         if limit is not None and len(self) > limit:
-            note = f"{len(self) - limit:,} more rows; to_pandas() and to_polars() have them all"
+            note = f"{len(self) - limit:,} more rows; pandas.DataFrame(table.columns) has them all"
             body += f'<tr><td colspan="{len(self.columns)}">{note}</td></tr>'
+        caption = f"<caption>{html.escape(self.title)}</caption>" if self.title else ""
         return (
-            f'<table class="stagewright"><caption>{html.escape(self.title)}</caption>'
+            f'<table class="stagewright">{caption}'
             f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
         )
 
@@ -199,59 +177,76 @@ class Table:
         writer.writerows(zip(*self.columns.values(), strict=True))
         return text.getvalue()
 
-    def to_pandas(self) -> Any:
-        """A pandas.DataFrame of the unformatted values; needs the extra `pandas`."""
-        try:
-            library = importlib.import_module("pandas")
-        except ImportError:
-            raise _missing("pandas") from None
-        return library.DataFrame({name: list(values) for name, values in self.columns.items()})
-
-    def to_polars(self) -> Any:
-        """A polars.DataFrame of the unformatted values; needs the extra `polars`."""
-        try:
-            library = importlib.import_module("polars")
-        except ImportError:
-            raise _missing("polars") from None
-        return library.DataFrame({name: list(values) for name, values in self.columns.items()})
-
-
-def _missing(library: str) -> UserError:
-    hint = f"pip install 'stagewright[{library}]'"
-    return UserError(f"this needs {library}, which is not installed; {hint}")
-
-
-def _pieces(widths: Mapping[str, int], room: int) -> list[list[str]]:
-    """Split names in order into pieces that are no wider than the room if no name is."""
-    pieces: list[list[str]] = [[]]
-    for name, width in widths.items():
-        if pieces[-1] and sum(widths[other] for other in pieces[-1]) + width > room:
-            pieces.append([])
-        pieces[-1].append(name)
-    return pieces
-
 
 def print_table(table: Table, console: Console, title_style: str = "italic") -> None:
-    """Print a table for people, in blocks if the console is too narrow for all columns."""
+    """Print a table for people: names and text are folded, numbers are not.
+
+    Without room for all columns, those that are secondary are left out, and a line names them; if
+    that is not enough, the others follow below each other, each time after the leading labels.
+    """
     from rich import box
     from rich.table import Table as Rich
     from rich.text import Text
 
     if table.title:
         console.print(Text(table.title, style=title_style))
-    for block in table.blocks(console.width):
-        shown = Rich(
-            box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0)
-        )
-        for name in block.columns:
-            if block.is_number(name):
-                shown.add_column(Text(name), justify="right", no_wrap=True)
-            else:
-                shown.add_column(Text(name), overflow="fold")
-        for row, last in zip(block.text_rows(), block.ends(), strict=True):
-            shown.add_row(*map(Text, row), end_section=last)
-        console.print(shown, soft_wrap=False)
-        console.print()
+    whole, least = dict[str, int](), dict[str, int]()
+    for name in table.columns:
+        cells = table.cells(name)
+        words = {word for text in (name, *cells) for word in text.split()}
+        whole[name] = max(map(len, (name, *cells)))
+        least[name] = max(min(whole[name], 12), min(max(map(len, words), default=0), MIN_TEXT))
+        if table.is_number(name):
+            least[name] = max(map(len, (*name.split(), *cells)), default=0)
+    shown, omitted = list(table.columns), list[str]()
+    for name in reversed(table.secondary):
+        if _width(least, shown) > console.width:
+            shown.remove(name)
+            omitted.insert(0, name)
+    labels = list(itertools.takewhile(lambda name: not table.is_number(name), shown)) or shown[:1]
+    room = console.width
+    pieces = _pieces(shown, labels, least, room)
+    while len(pieces) > 1 and len(even := _pieces(shown, labels, least, room - 1)) == len(pieces):
+        pieces, room = even, room - 1
+    groups = [*(table.columns[table.grouped] if table.grouped else [None] * len(table)), None]
+    for piece in pieces:
+        grid = Rich(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        folded = _width(whole, piece) > console.width
+        more = {n: whole[n] - least[n] for n in piece if not (folded and table.is_number(n))}
+        spare = max(0, console.width - _width(least, piece))
+        for name in piece:
+            number = table.is_number(name)
+            width = least[name]
+            if name in more:
+                width += more[name] * min(spare, sum(more.values())) // max(1, sum(more.values()))
+            words = textwrap.fill(name, width or 1)
+            justify = "right" if number else "left"
+            grid.add_column(Text(words), justify=justify, width=width, overflow="fold")
+        for i, row in enumerate(table.only(*piece).text_rows()):
+            grid.add_row(*map(Text, row), end_section=groups[i] != groups[i + 1])
+        console.print(grid, soft_wrap=False)
+        if piece is not pieces[-1]:
+            console.print()
+    if omitted:
+        console.print(Text(f"{console.width} columns have no room for: {', '.join(omitted)}"))
+    console.print()
+
+
+def _pieces(
+    names: Sequence[str], labels: Sequence[str], widths: Mapping[str, int], room: int
+) -> list[list[str]]:
+    """Names of columns in pieces that have room, each after the leading labels."""
+    pieces = [[*labels]]
+    for name in names[len(labels) :]:
+        if _width(widths, [*pieces[-1], name]) > room and pieces[-1] != labels:
+            pieces.append([*labels])
+        pieces[-1].append(name)
+    return pieces
+
+
+def _width(widths: Mapping[str, int], names: Collection[str]) -> int:
+    """Characters of some columns and the blanks between them."""
+    return sum(widths[name] + 2 for name in names) - 2
 
 
 def _cell(value: Any, unit: str) -> str:

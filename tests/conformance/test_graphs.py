@@ -28,7 +28,7 @@ from stagewright.time.network import Machine
 from stagewright.trace.formats.bundle import Bundle
 from stagewright.trace.traced import read_traced, write_traced
 from stagewright.trace.write import expand
-from stagewright.views.bundles import of_bundle
+from stagewright.views.summary import traced_summary
 
 GRAPHS = Path(__file__).parent / "graphs"
 SIZES: dict[str, Any] = {
@@ -149,7 +149,7 @@ def test_a_bundle_of_it_is_read_back(tmp_path: Path) -> None:
     assert back is not None
     assert (back.rank, back.parameters) == (1, recording.parameters)
     assert [*collectives(back.program)] == [*collectives(program)]
-    assert of_bundle(path)["rank_classes"][0]["tasks"] == len(program.classes[0].tasks)
+    assert traced_summary(back)["rank_classes"][0]["tasks"] == len(program.classes[0].tasks)
     machine = Machine.of(resolve("h100-sxm"), gpus=4)
     step = simulate_traced(back.program, back.name, machine)
     assert step.seconds == pytest.approx(step.mean.total)

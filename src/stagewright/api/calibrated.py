@@ -16,7 +16,6 @@ from stagewright.recorded.calibrate import calibrate as calibrate_hardware
 from stagewright.recorded.read import read_traces
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware, full_name, is_path, resolve
-from stagewright.views.tables import of_rows
 
 
 class Calibration(PublicResult):
@@ -95,7 +94,7 @@ def figures(calibrated: CalibratedHardware) -> Table:
     rows = [(f.key, f.base, f.value, f.kernels, f.spread, f.rests_on) for f in calibrated.figures]
     columns = ["figure", "base", "calibrated", "kernels", "spread", "rests on"]
     units = {"base": "figure", "calibrated": "figure", "kernels": "count", "spread": "share"}
-    return of_rows("figures of the machine", columns, rows, units)
+    return Table.of_rows("figures of the machine", columns, rows, units)
 
 
 def calibrate(traces: Paths, base: str | os.PathLike[str]) -> Calibration:

@@ -19,7 +19,8 @@ from stagewright.run.experiment import Experiment
 from stagewright.run.settings import Run
 from stagewright.texttable import Table
 from stagewright.views import tables as views
-from stagewright.views.pages.report import compiled_html
+from stagewright.views.pages.charts import of_compiled
+from stagewright.views.pages.html import Chart
 from stagewright.views.pages.report import page as html_page
 from stagewright.views.summary import summary, summary_text
 
@@ -38,8 +39,8 @@ class Compiled(CompiledRun, PublicResult):
 
     suffixes = (".json", ".html")
 
-    def _repr_html_(self) -> str:
-        return compiled_html(self)
+    def _charts(self) -> list[Chart]:
+        return of_compiled(self)
 
     @property
     def fits(self) -> bool | None:

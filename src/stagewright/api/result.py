@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import importlib
 import json
 import math
@@ -16,6 +15,7 @@ from stagewright.errors import UserError, did_you_mean, either
 from stagewright.files import atomic, write_text
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
+from stagewright.views.pages.html import Chart, fragment
 
 RUN_FILE = ".yaml"
 OF_SEARCH = (".csv", ".parquet", ".json", ".html", RUN_FILE)
@@ -46,11 +46,12 @@ class PublicResult:
     def __str__(self) -> str:
         return "\n".join(map(str, self.text()))
 
+    def _charts(self) -> Sequence[Chart]:
+        """Charts that a notebook shows below the printed result."""
+        return ()
+
     def _repr_html_(self) -> str:
-        return "".join(
-            item._repr_html_() if isinstance(item, Table) else f"<p>{html.escape(item)}</p>"  # pyright: ignore[reportPrivateUsage]
-            for item in self.text()
-        )
+        return fragment([*self.text(), *self._charts()])
 
     def table(self, name: str, **options: Any) -> Table:
         """One of the tables by name; an unknown name raises a UserError that lists them."""
@@ -90,7 +91,11 @@ class PublicResult:
         if suffix == ".parquet":
             check_package(path)
             with atomic(out) as temporary:
-                self._rows().to_polars().write_parquet(temporary)
+                columns = self._rows().columns
+                frame = importlib.import_module("polars").DataFrame(
+                    {name: list(values) for name, values in columns.items()}
+                )
+                frame.write_parquet(temporary)
         elif suffix == ".csv":
             write_text(out, self._rows().to_csv())
         elif suffix == ".html":

@@ -39,7 +39,7 @@ from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
 from stagewright.views import search as views
 from stagewright.views.pages.search import page as html_page
-from stagewright.views.search_text import search_text
+from stagewright.views.search import search_text
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,7 +61,7 @@ from stagewright.time.hardware import Hardware
 from stagewright.views import search as search_views
 from stagewright.views import search_serving as views
 from stagewright.views.pages.search import serving_search_page
-from stagewright.views.search_text import serving_search_text
+from stagewright.views.search_serving import serving_search_text
 
 REQUESTS_PER_USER = 12
 """Default number of requests of each user of a closed loop."""
@@ -102,10 +102,15 @@ class ServingSearch(PublicResult):
             "removed": lambda: search_views.removed(self.all_removed),
         }
 
-    def text(self, most: int | None = None, seconds: float | None = None) -> Iterator[str | Table]:
-        """Lines and tables of `stagewright search --serve`; `most`: rows of each table."""
-        removed = self.table("removed") if self.all_removed else None
-        return serving_search_text(self.ranking, self.load, removed, most, seconds)
+    def text(
+        self, most: int | None = None, seconds: float | None = None, *, why: bool = False
+    ) -> Iterator[str | Table]:
+        """Lines and tables of `stagewright search --serve`; `most`: rows of each table.
+
+        With `why` also the combinations that constraints and limits removed.
+        """
+        removed = self.table("removed")
+        return serving_search_text(self.ranking, self.load, removed, most, seconds, why=why)
 
     def describe(self, row: int = 1) -> str:
         """One of the best in words; the first with how far an instance less is from the limits."""

@@ -43,8 +43,8 @@ from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.ownership import load as load_costs
 from stagewright.views import serving as views
 from stagewright.views.pages.serving import serving_page
-from stagewright.views.serving_perfetto import write_serving
-from stagewright.views.serving_text import group_words, layout_words, serving_notes, serving_text
+from stagewright.views.perfetto import write_serving
+from stagewright.views.serving import group_words, layout_words, serving_notes, serving_text
 
 _HARDWARE = "the name of hardware, a path or a Hardware"
 

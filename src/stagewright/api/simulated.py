@@ -34,11 +34,12 @@ from stagewright.time.simulate.execute import Progress
 from stagewright.time.simulate.step import SimulatedStep, TracedStep
 from stagewright.time.simulate.step import simulate as simulate_step
 from stagewright.time.simulate.timeline import timeline
-from stagewright.views import step_tables
+from stagewright.views import step as views
 from stagewright.views.advice import Remark, remarks
+from stagewright.views.pages.charts import of_step
+from stagewright.views.pages.html import Chart
 from stagewright.views.pages.report import page as html_page
-from stagewright.views.pages.report import simulation_html
-from stagewright.views.step_text import step_text
+from stagewright.views.step import step_text
 from stagewright.views.summary import held_in_memory
 
 
@@ -65,8 +66,8 @@ class Simulation(SimulatedStep, PublicResult):
 
     suffixes = (".json", ".html")
 
-    def _repr_html_(self) -> str:
-        return simulation_html(self)
+    def _charts(self) -> list[Chart]:
+        return of_step(self)
 
     @property
     def fits(self) -> bool:
@@ -86,9 +87,9 @@ class Simulation(SimulatedStep, PublicResult):
     def tables(self) -> Mapping[str, Callable[..., Table]]:
         """Functions of the tables, by name."""
         return {
-            "parts": lambda: step_tables.parts(self),
-            "transfers": lambda: step_tables.transfers(self),
-            "tasks": partial(step_tables.tasks_in_time, self, lane=0),
+            "parts": lambda: views.parts(self),
+            "transfers": lambda: views.transfers(self),
+            "tasks": partial(views.tasks_in_time, self, lane=0),
         }
 
     def text(self) -> Iterator[str | Table]:

@@ -87,6 +87,8 @@ def check_output(path: str, outputs: dict[str, str]) -> None:
     """
     from stagewright.files import check_output_file
 
+    if path == "-":
+        raise UserError("-: is no file; give a name such as ./out (results alone go to stdout)")
     check_output_file(path, force=forced())
     real = os.path.realpath(path)
     if (first := outputs.get(real)) is not None:

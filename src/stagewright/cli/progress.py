@@ -1,26 +1,31 @@
-"""Progress of long work: a bar on stderr if that is a terminal, else nothing."""
+"""Progress of long work on stderr: a bar on a terminal, else lines where the work takes minutes."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+import click
 
 from stagewright.numbers import quantity
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+_SECONDS_BETWEEN_LINES = 10.0
+
 
 class ProgressBar:
     """A bar with the items done, their rate, and the time left."""
 
-    def __init__(self, progress: Progress | None = None, what: str = "ranks") -> None:
-        """`what`: the items that are counted; without `progress` nothing is shown."""
-        self._progress, self._what = progress, what
-        self._first = 0
-        """Items done when the clock of the rate started."""
+    def __init__(self, what: str, progress: Progress | None = None, *, lines: bool = False) -> None:
+        """`what`: the items that are counted. Without `progress` lines are printed, if any."""
+        self._what, self._progress, self._lines = what, progress, lines
+        self._first, self._last_line = 0, time.monotonic()
+        """Items done when the clock of the rate started, and the time of the last line."""
         if progress is not None:
             self._task = progress.add_task("", total=None, rate="")
 
@@ -28,10 +33,16 @@ class ProgressBar:
         """Name the current work, which has no measure."""
         if self._progress is not None:
             self._progress.reset(self._task, total=None, description=text, rate="")
+        elif self._lines:
+            click.echo(f"stagewright: {text}", err=True)
 
     def __call__(self, done: int, total: int, size: int = 0, more: str = "") -> None:
         """Update the bar: items done, in all, and bytes; append `more`."""
         if self._progress is None:
+            if time.monotonic() > self._last_line + _SECONDS_BETWEEN_LINES:
+                self._last_line = time.monotonic()
+                count = f"{done:,} of {total:,} {self._what}"
+                self.say(f"{count}, {more}" if more else count)
             return
         task = self._progress.tasks[0]
         if task.total is None:
@@ -63,10 +74,10 @@ def _rate(done: int, total: int, size: int, seconds: float, what: str, first: in
 
 
 @contextmanager
-def shown(what: str = "ranks") -> Generator[ProgressBar]:
-    """A bar that goes when the work is done."""
+def shown(what: str = "ranks", *, lines: bool = False) -> Generator[ProgressBar]:
+    """A bar that goes when the work is done; `lines`: what is shown where there is no terminal."""
     if not sys.stderr.isatty():
-        yield ProgressBar()
+        yield ProgressBar(what, lines=lines)
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
@@ -78,4 +89,4 @@ def shown(what: str = "ranks") -> Generator[ProgressBar]:
         TimeRemainingColumn(elapsed_when_finished=True),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        yield ProgressBar(progress, what)
+        yield ProgressBar(what, progress)

@@ -19,8 +19,8 @@ USES = {
     "torch": "tests/conformance/record*.py: record what programs of PyTorch do",
     "browser": "tests of pages in a Chromium that is installed",
     "docs": "the pages of docs/, by Sphinx",
-    "pandas": "tables as data frames: Table.to_pandas",
-    "polars": "tables as data frames: Table.to_polars",
+    "pandas": "the example notebook",
+    "polars": "search -o FILE.parquet",
     "dev": "tests, lint and types, to work on Stagewright",
 }
 """The purpose of each extra."""

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from stagewright.numbers import many
+from stagewright.numbers import plural
 from stagewright.recorded.rank import Kernel, RankTrace, RuntimeCall
 from stagewright.recorded.ranks import instances
 
@@ -135,7 +135,7 @@ class _Rank:
         skewed = sum(delay < 0 for delay in delays)
         if skewed:
             trace.notes.append(
-                f"{many(skewed, 'kernel starts', 'kernels start')} before the call that launched "
+                f"{plural(skewed, 'kernel starts', 'kernels start')} before the call that launched "
                 "it: the clocks of host and device differ"
             )
         self._link_host()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from stagewright.errors import UserError, did_you_mean
-from stagewright.numbers import many, spans
+from stagewright.numbers import plural, spans
 from stagewright.recorded.link import HOST, LAUNCH, StepGraph, StepNode, link
 from stagewright.recorded.rank import FAMILIES, Kernel, RankTrace
 
@@ -166,8 +166,8 @@ class Replayed:
         late = [node.unexplained for node in self.graph.nodes if node.unexplained]
         if late:
             notes.append(
-                f"{many(len(late), 'kernel', 'kernels')} started {sum(late) / 1e6:,.1f} ms in all "
-                "after what they are known to wait for: kept as recorded"
+                f"{plural(len(late), 'kernel', 'kernels')} started {sum(late) / 1e6:,.1f} ms in "
+                "all after what they are known to wait for: kept as recorded"
             )
         return notes
 

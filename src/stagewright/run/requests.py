@@ -16,7 +16,7 @@ from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import Reach
-from stagewright.numbers import many
+from stagewright.numbers import plural
 from stagewright.run import lengths
 from stagewright.run.lengths import Group, Groups
 from stagewright.run.sections import Settings
@@ -68,7 +68,7 @@ its unit, such as 80GB or 80GiB
     power = "_kMGTP".index(unit[0]) if unit and unit != "B" else 0
     size = float(number) * (1024 if unit and "i" in unit else 1000) ** power
     if size < LEAST_MEMORY:
-        unit, count = f"{float(number) or 80:g}GB", many(round(size), "byte", "bytes")
+        unit, count = f"{float(number) or 80:g}GB", plural(round(size), "byte", "bytes")
         raise UserError(
             f"{setting} is {value!r}, which is {count}; wanted a size with its unit, such as "
             f"{unit} or {unit[:-1]}iB"

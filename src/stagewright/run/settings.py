@@ -370,6 +370,9 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
             if value != SETTINGS[name].default_of(self.framework)
         }
 
+    def __str__(self) -> str:
+        return self.describe()
+
     def describe(self) -> str:
         """The model, the degrees above 1 and every other setting that is not its default.
 

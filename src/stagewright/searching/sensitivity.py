@@ -11,7 +11,6 @@ from stagewright.searching.machines import specs_of, with_specs
 from stagewright.searching.simulated import step_of
 from stagewright.time.simulate.step import simulate
 
-_CHANGE = 0.01
 _LARGER_IS_BETTER = (
     *("memory_bandwidth_gb_s", "host_bandwidth_gb_s"),
     *("scale_up.bandwidth_gb_s", "scale_out.bandwidth_gb_s", "sustained_fraction.bf16"),
@@ -25,10 +24,12 @@ _MIN_CHANGE = 5e-6
 
 
 class Sensitivity(NamedTuple):
-    """Relative changes of a step's seconds where a spec gets 1% worse, and 1% better."""
+    """Relative changes of a step's seconds where a spec gets worse and better, by 1% and by 10%."""
 
     worse: float
     better: float
+    worse_10: float
+    better_10: float
 
 
 def sensitivities(candidates: Candidates, index: int) -> dict[str, Sensitivity]:
@@ -56,7 +57,7 @@ def sensitivities(candidates: Candidates, index: int) -> dict[str, Sensitivity]:
     for path in (f"peak_{product}_tflops", *_LARGER_IS_BETTER, *_SMALLER_IS_BETTER):
         if specs.get(path):
             sign = -1 if path in _SMALLER_IS_BETTER else 1
-            changes = (change(path, 1 - sign * _CHANGE), change(path, 1 + sign * _CHANGE))
-            result[path] = Sensitivity(*changes)
-    ordered = sorted(result.items(), key=lambda item: -max(map(abs, item[1])))
-    return {path: both for path, both in ordered if max(map(abs, both)) >= _MIN_CHANGE}
+            factors = (1 + sign * percent / 100 for percent in (-1, 1, -10, 10))
+            result[path] = Sensitivity(*(change(path, factor) for factor in factors))
+    ordered = sorted(result.items(), key=lambda item: -max(map(abs, item[1][:2])))
+    return {path: all_ for path, all_ in ordered if max(map(abs, all_[:2])) >= _MIN_CHANGE}

@@ -35,7 +35,7 @@ from stagewright.arrays import Bool, Int
 from stagewright.errors import UserError, either
 from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig
-from stagewright.numbers import many
+from stagewright.numbers import plural
 from stagewright.run.experiment import Experiment, with_settings
 from stagewright.run.requests import LEAST_MEMORY
 from stagewright.run.sections import EXPERIMENT, SETTINGS
@@ -185,7 +185,7 @@ def check_searched(axes: Mapping[str, Sequence[Any]]) -> None:
     for name in axes:
         if name in _SHARED:
             flag = "as the model" if name == "model" else f"by {EXPERIMENT[name].flag}"
-            count = many(len(axes[name]), "value", "values")
+            count = plural(len(axes[name]), "value", "values")
             raise UserError(
                 f"{name} is not searched over, got a list of {count}; all candidates have the "
                 f"same: give one {flag}"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from stagewright.arrays import Bool, Float, Int
-from stagewright.numbers import duration, many
+from stagewright.numbers import duration, plural
 from stagewright.serving.engine import Engine
 from stagewright.serving.simulation import Outcome
 from stagewright.serving.steadiness import Steadiness, Window, steadiness_of, window_of
@@ -276,7 +276,7 @@ class ServingSummary:
             return "measured over the whole run"
         return (
             f"measured from {duration(begins)} (warm-up) to {duration(ends)} (last arrival): "
-            f"{many(self.measured, 'request', 'requests')}"
+            f"{plural(self.measured, 'request', 'requests')}"
         )
 
     @property

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.arrays import Bool, Float
-from stagewright.numbers import duration, many
+from stagewright.numbers import duration, plural
 from stagewright.serving.workload import Records
 
 WARM_UP = 0.2
@@ -172,13 +172,13 @@ def steadiness_of(
         reason = "more requests come than are served"
     elif count < MIN_REQUESTS:
         reason = (
-            f"{many(count, 'measured request is', 'measured requests are')} too few; from "
+            f"{plural(count, 'measured request is', 'measured requests are')} too few; from "
             f"{wanted:,} requests on (--num-requests) it could be told"
         )
     elif span < SPAN * mean:
         reason = (
             f"requests arrive for {duration(span)} and take {duration(mean)} each; from "
-            f"{many(wanted, 'request', 'requests')} on (--num-requests) it could be told"
+            f"{plural(wanted, 'request', 'requests')} on (--num-requests) it could be told"
         )
     elif not closed and abs(end - begin) > max(MAX_GROWTH * count, SIGMAS * math.sqrt(begin + end)):
         reason = f"{begin:,} requests are in flight at the begin, {end:,} at the end"

@@ -32,6 +32,7 @@ from stagewright.program.fit import NEARLY_FULL, Fit
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.schedule.play import bubble
+from stagewright.time.hardware import names, resolve
 from stagewright.time.network import Machine, placements
 from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate.step import SimulatedStep
@@ -44,6 +45,8 @@ MUCH_IDLE = 0.1
 """Share of the step in which ranks are idle."""
 MUCH_EXPOSED = 0.1
 """Share of the step that communication along one axis is exposed."""
+FASTEST_NIC = 100.0
+"""GB/s of a ConnectX-8 SuperNIC, 800 Gb/s, which a B300 has (`stagewright hardware b300`)."""
 NEARLY_BUSY = 0.75
 """Share of the step in which hidden communication occupies its network."""
 LITTLE = 0.01
@@ -73,6 +76,7 @@ def remarks(compiled: CompiledRun, step: SimulatedStep | None = None) -> list[Re
     all_remarks = [
         *(_memory(fit, compiled, device) if fit else ()),
         *(_crossings(compiled.program, step.machine) if step else ()),
+        *(_rates(step.machine) if step else ()),
         *(_speed(step) if step else ()),
         *(_exposed(step) if step else ()),
         *_idle(compiled, step),
@@ -187,6 +191,22 @@ def _crossings(program: Program, machine: Machine) -> Iterator[Remark]:
                 f"instead of {near.bandwidth_gb_s:.3g} GB/s. {kind} of at most {near.size} can "
                 "stay within it.",
             )
+
+
+def _rates(machine: Machine) -> Iterator[Remark]:
+    """A remark on a network between nodes that is faster than any NIC: bits given as bytes."""
+    hardware = machine.hardware
+    rate = hardware.scale_out.bandwidth_gb_s
+    if len(machine.tiers) < 2 or rate <= FASTEST_NIC:
+        return
+    if hardware.name in names() and resolve(hardware.name).scale_out == hardware.scale_out:
+        return  # of the package, with a source
+    yield Remark(
+        "warning",
+        "Network",
+        f"scale_out.bandwidth_gb_s is {rate:g} GB/s for each GPU, which is {8 * rate:,.0f} Gb/s; "
+        f"a ConnectX-8 has {8 * FASTEST_NIC:.0f}. If {rate:g} is in Gb/s, write {rate / 8:g}.",
+    )
 
 
 _LARGER_KERNELS = " A larger micro_batch_size or lower tp makes kernels larger."

@@ -12,11 +12,11 @@ from stagewright.recorded.compare import ComparedSide, StepComparison, Total
 from stagewright.recorded.rank import FAMILIES
 from stagewright.recorded.steps import COMMUNICATION, IDLE
 from stagewright.texttable import Table
-from stagewright.views.pages.html import Chart, render
+from stagewright.views.pages.html import Chart, PageSection, Paragraph, Part, render
+from stagewright.views.pages.html import sentence as page_sentence
 from stagewright.views.pictures.colours import AXES, WAITING, WORK
 from stagewright.views.pictures.svg import Fill
 from stagewright.views.pictures.timeline import PartsInTime, picture_of_parts
-from stagewright.views.tables import of_rows
 
 FILLS: Mapping[str, Fill] = {
     "products": WORK["forward"],
@@ -120,7 +120,7 @@ def _pairs(
         rows.append((name, a.number, a.seconds, b.number, b.seconds, ratio))
     columns = [label, "number", "measured", "number sim.", "simulated", "ratio"]
     units = {"number": "figure", "measured": "s", "number sim.": "figure", "simulated": "s"}
-    return of_rows(title, columns, rows, {**units, "ratio": "figure"})
+    return Table.of_rows(title, columns, rows, {**units, "ratio": "figure"})
 
 
 def transfers(comparison: StepComparison) -> Table:
@@ -142,7 +142,7 @@ def transfers(comparison: StepComparison) -> Table:
     ]
     units = {"ranks": "count", "size": "B", "number": "figure", "number sim.": "figure"}
     units |= dict.fromkeys(("measured", "waiting", "simulated", "waiting sim."), "s")
-    return of_rows("collectives and messages", columns, rows, {**units, "ratio": "figure"})
+    return Table.of_rows("collectives and messages", columns, rows, {**units, "ratio": "figure"})
 
 
 def idle(comparison: StepComparison) -> Table:
@@ -155,7 +155,7 @@ def idle(comparison: StepComparison) -> Table:
             rows.append((cause, a, shares[0], b, shares[1]))
     columns = ["no kernel computes", "measured", "share", "simulated", "share sim."]
     units = {"measured": "s", "share": "share", "simulated": "s", "share sim.": "share"}
-    return of_rows("idle time of the GPU by cause", columns, rows, units)
+    return Table.of_rows("idle time of the GPU by cause", columns, rows, units)
 
 
 def unmatched(comparison: StepComparison) -> Table:
@@ -177,7 +177,7 @@ def unmatched(comparison: StepComparison) -> Table:
         ]
     rows.sort(key=lambda row: -row[3])
     units = {"number": "figure", "time": "s"}
-    return of_rows("on one side only", ["side", "kernel", "number", "time"], rows, units)
+    return Table.of_rows("on one side only", ["side", "kernel", "number", "time"], rows, units)
 
 
 def notes(comparison: StepComparison) -> list[str]:
@@ -208,15 +208,23 @@ def page(comparison: StepComparison, title: str) -> str:
         for pair in list(pairs)[:_RANKS]
         for name, step in zip(("measured", "simulated"), pair, strict=True)
     ]
-    return render(
-        "compared.html",
-        title=title,
-        sentence=sentence(comparison),
-        measured=describe(comparison.measured),
-        notes=notes(comparison),
-        timelines=Chart(picture_of_parts(rows, FILLS, longest * 1e9)),
-        tables=[make(comparison) for make in TABLES.values()],
+    head: list[Part] = [
+        Paragraph(f"{page_sentence(sentence(comparison))}.", "verdict"),
+        *(
+            f"{page_sentence(text)}."
+            for text in (describe(comparison.measured), *notes(comparison))
+        ),
+    ]
+    parts = (
+        "A column is divided as its time is: each moment belongs to one part. Transfers and "
+        "waiting are those that no kernel hides."
     )
+    tables = [table for make in TABLES.values() if len(table := make(comparison))]
+    sections = [
+        PageSection("time", "Time", [Chart(picture_of_parts(rows, FILLS, longest * 1e9)), parts]),
+        PageSection("tables", "Tables", tables),
+    ]
+    return render(title, head, sections)
 
 
 TABLES: Mapping[str, Callable[[StepComparison], Table]] = {

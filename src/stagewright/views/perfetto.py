@@ -1,8 +1,11 @@
-"""A timeline in the Trace Event Format (JSON), for https://ui.perfetto.dev and chrome://tracing.
+"""Traces in the Trace Event Format (JSON), for https://ui.perfetto.dev and chrome://tracing.
 
-A process per lane (ranks with equal timing), a thread per stream, and a thread `actions` with the
-actions of the schedule (`2F0`). Arrows lead from where a message is sent to where it is
-received. Times are microseconds, in whole nanoseconds; slices of a thread never overlap.
+A step: a process per lane (ranks with equal timing), a thread per stream, and a thread `actions`
+with the actions of the schedule (`2F0`). Arrows lead from where a message is sent to where it is
+received. Slices of a thread never overlap. A serving run: a process for each engine with its
+requests as slices that may overlap (queue, prompt, decode, and the transfer of the cache between
+pools), and counters of requests that run and wait and of blocks of the cache. Times are
+microseconds, in whole nanoseconds.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +25,8 @@ from stagewright.arrays import Int
 from stagewright.files import atomic
 from stagewright.program.columns import CATEGORIES, FORWARD_PHASE, OPTIMIZER_PHASE, PHASES, TaskKind
 from stagewright.program.comm_axes import comm_axes
+from stagewright.serving.engine import Engine
+from stagewright.serving.simulation import Outcome
 from stagewright.time.simulate.memory import memory_timeline
 from stagewright.time.simulate.rules import num_streams
 from stagewright.time.simulate.timeline import Lane, Timeline
@@ -236,3 +242,59 @@ def _arrows(line: Timeline) -> list[_Arrows]:
             receiving.number[to] = arrows[sender].number[at] = number + np.arange(len(to))
             number += len(to)
     return arrows
+
+
+# ---- serving -------------------------------------------------------------------------------------
+
+
+def write_serving(outcome: Outcome, path: Path | str, title: str = "") -> None:
+    """Write a run to a file; one that ends in `.gz` is compressed, which Perfetto reads."""
+    write_events(serving_events(outcome), path, title)
+
+
+def serving_events(outcome: Outcome) -> Iterator[str]:
+    """Every event as JSON."""
+    for pid, engine in enumerate(outcome.engines):
+        yield event(ph="M", pid=pid, tid=0, name="process_name", args={"name": f"engine {pid}"})
+        yield event(ph="M", pid=pid, tid=0, name="process_sort_index", args={"sort_index": pid})
+        yield from _counters(pid, engine)
+    for request in range(len(outcome.workload)):
+        yield from _request(outcome, request)
+
+
+def _request(outcome: Outcome, request: int) -> Iterator[str]:
+    """The slices of a request, of which those that have not ended are left out."""
+    records, engine = outcome.records, outcome.records.engine[request]
+    arrival, scheduled = records.arrival[request], records.scheduled[request]
+    first, finish = records.first[request], records.finish[request]
+    whole = [("queue", arrival, scheduled), ("prompt", scheduled, first), ("decode", first, finish)]
+    tokens = {
+        "prompt": outcome.workload.prompt[request],
+        "output": outcome.workload.output[request],
+        "cached": records.cached[request],
+        "preempted": records.preempted[request],
+    }
+    parts = [(f"request {request}", arrival, finish), *whole]
+    if outcome.handover is not None:
+        begins, arrives = outcome.handover.begins[request], outcome.handover.arrives[request]
+        parts.append(("transfer of the cache", begins, arrives))
+    for name, begin, end in parts:
+        if not (math.isfinite(begin) and math.isfinite(end)):
+            continue
+        where = {"cat": "request", "id": request, "pid": max(engine, 0), "tid": 0, "name": name}
+        yield event(ph="b", ts=_rounded(begin), **where, args=tokens)
+        yield event(ph="e", ts=_rounded(max(begin, end)), **where)
+
+
+def _counters(pid: int, engine: Engine) -> Iterator[str]:
+    """The sampled state of an engine."""
+    for seconds, waiting, running, blocks in zip(*engine.samples[:4], strict=True):
+        ts = _rounded(seconds)
+        yield event(ph="C", pid=pid, ts=ts, name="running", args={"requests": running})
+        yield event(ph="C", pid=pid, ts=ts, name="waiting", args={"requests": waiting})
+        yield event(ph="C", pid=pid, ts=ts, name="KV cache", args={"blocks": blocks})
+
+
+def _rounded(seconds: float) -> float:
+    """Microseconds in whole nanoseconds."""
+    return round(seconds * 1e9) / 1e3

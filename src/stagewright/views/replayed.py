@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from stagewright.numbers import duration, many, plural
+from stagewright.numbers import duration, plural
 from stagewright.recorded.rank import FAMILIES, Kernel
 from stagewright.recorded.replay import Change, Replayed
 from stagewright.texttable import Table
@@ -18,7 +18,7 @@ def replay_text(replayed: Replayed) -> Iterator[str | Table]:
     kernels = sum(len(trace.kernels) for trace in traces)
     ranks = plural(len(traces), "rank", "ranks")
     device = traces[0].device or "GPUs of unknown name"
-    yield f"{ranks} on {device}, {many(kernels, 'kernel', 'kernels')}"
+    yield f"{ranks} on {device}, {plural(kernels, 'kernel', 'kernels')}"
     recorded, span = replayed.recorded.span, replayed.replayed.span
     linked = replayed.linked.span / recorded - 1
     yield (

@@ -1,15 +1,15 @@
-"""A search as tables and sentences: all candidates, the best, the price of choices, certainty."""
+"""A search as tables and sentences, and the lines and tables that `search` prints of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from stagewright.arrays import Bool, Int
 from stagewright.errors import either
-from stagewright.numbers import duration, many, quantity, side_by_side
+from stagewright.numbers import duration, plural, quantity, side_by_side
 from stagewright.program.fit import NEARLY_FULL, RESERVED_SHARE
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.declare import setting_in_words, text_of
@@ -22,7 +22,6 @@ from stagewright.searching.space import Removed
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
 from stagewright.views.accuracy import expected
-from stagewright.views.tables import ShownColumn, table_of
 
 UNTIL_STOPPED = "the best of what was simulated until then"
 WHY = "why (% of the best step)"
@@ -183,7 +182,7 @@ def best(ranking: Ranking, most: int | None = None) -> Table:
         pairs = zip(figures[figure], divisors, strict=True)
         return [None if value is None else value * factor / max(d, 1) for value, d in pairs]
 
-    columns: list[ShownColumn] = [
+    columns: list[tuple[str, str | None, Sequence[Any], bool]] = [
         ("#", "", [n + 1 for n in range(len(rows))], True),
         ("settings", None, [words(candidates, row) for row in rows], True),
         ("GPUs", "count", gpus, bool((worlds != worlds[:1]).any())),
@@ -200,7 +199,7 @@ def best(ranking: Ranking, most: int | None = None) -> Table:
         ("J per token", "figure", per("joules", figures["tokens"]), "energy" in names),
     ]
     title = f"Pareto front of {in_words(names)}, by {in_words(names[:1])}" if names[1:] else "Best"
-    return table_of(title, columns)
+    return Table.of_columns(title, columns, ("bubble", "causal MFU", "TFLOP/s", "exposed"))
 
 
 def words(candidates: Candidates, index: int) -> str:
@@ -346,8 +345,7 @@ def choices(ranking: Ranking) -> Table:
         for choice in choices_of(ranking.candidates)
     ]
     names = ("setting", "value", value, "against the best", WHY)
-    columns = {name: [row[n] for row in cells] for n, name in enumerate(names)}
-    return Table("Best for each choice", columns)
+    return Table.of_rows("Best for each choice", names, cells)
 
 
 def _price(ranking: Ranking, mask: Bool) -> tuple[str, str, str]:
@@ -416,12 +414,8 @@ def _parts(ranking: Ranking, row: int) -> dict[str, float]:
 
 def removed(constraints: Sequence[Removed]) -> Table:
     """Table of the combinations that each constraint removed, with one example."""
-    columns = {
-        "removed": [constraint.count for constraint in constraints],
-        "wanted": [constraint.requirement for constraint in constraints],
-        "example": [constraint.example for constraint in constraints],
-    }
-    return Table("Removed", columns, {"removed": "count"})
+    rows = [(removed.count, removed.requirement, removed.example) for removed in constraints]
+    return Table.of_rows("Removed", ("removed", "wanted", "example"), rows, {"removed": "count"})
 
 
 def certainty(ranking: Ranking) -> str:
@@ -437,7 +431,7 @@ def certainty(ranking: Ranking) -> str:
             sentences.append(f"simulated {_VERBS[name][0]} {off} off the estimate")
     missing = int(ranking.without_metrics.sum())
     if missing:
-        were = many(missing, "candidate was", "candidates were")
+        were = plural(missing, "candidate was", "candidates were")
         sentences.append(
             f"no proof: {were} neither estimated nor simulated, and any could {_win(ranking)}"
         )
@@ -452,7 +446,7 @@ def _open(ranking: Ranking) -> str:
     """Sentence on candidates that were not simulated and could still win."""
     num_open, exact = len(ranking.open), ranking.options.objectives == ("time",)
     if num_open:
-        count = many(num_open, "candidate", "candidates")
+        count = plural(num_open, "candidate", "candidates")
         return (
             f"no proof: {count} not simulated could {_win(ranking)}, by estimates that are this "
             f"far off; raise --most{', or give --exact' if exact else ''}"
@@ -496,7 +490,7 @@ def without_objective(ranking: Ranking) -> list[str]:
         name: int(ranking.missing_objective(name).sum()) for name in ranking.options.objectives
     }
     return [
-        f"{many(count, 'candidate', 'candidates')} left out, of which {name} is not known: "
+        f"{plural(count, 'candidate', 'candidates')} left out, of which {name} is not known: "
         f"{ranking.missing_reason(name)}"
         for name, count in counts.items()
         if count
@@ -507,3 +501,33 @@ def in_words(names: Sequence[str]) -> str:
     """Objectives in words: `time, memory and MFU`."""
     listed = ["MFU" if name == "mfu" else name for name in names]
     return listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} and {listed[-1]}"
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+
+def search_text(
+    ranking: Ranking, description: str, seconds: float | None = None
+) -> Iterator[str | Table]:
+    """The best of a search, the price of other choices, and how certain the result is."""
+    names = ranking.options.objectives
+    if len(names) > 1:
+        yield (
+            f"Pareto front of {in_words(names)}: {len(ranking.best):,} of "
+            f"{ranking.simulated:,} simulated candidates, none of which another one beats in all "
+            "of these"
+        )
+        yield f"the one with the best {in_words(names[:1])}: {description}"
+    else:
+        yield f"best: {description}"
+    if ranking.stopped:
+        yield f"stopped: {UNTIL_STOPPED}"
+    yield best(ranking)
+    yield from filter(len, [choices(ranking)])
+    sentences = (headroom, tie, expected_error, missing_hardware)
+    yield from filter(None, (sentence(ranking) for sentence in sentences))
+    yield (
+        f"{len(ranking):,} candidates, {ranking.simulated:,} of them simulated"
+        + ("" if seconds is None else f", in {seconds:.1f} s")
+    )
+    yield certainty(ranking)

@@ -1,12 +1,12 @@
-"""A search for serving as a sentence and tables: the winner, what it beats, all choices."""
+"""A search for serving as sentences and tables, and what `search --serve` prints of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 
-from stagewright.numbers import many, plural
+from stagewright.numbers import plural
 from stagewright.run.sections import SETTINGS
 from stagewright.run.sections.declare import setting_in_words
 from stagewright.run.sections.serving import EngineSection
@@ -17,7 +17,6 @@ from stagewright.serving.search.search import (
     counts_of,
 )
 from stagewright.texttable import Table
-from stagewright.views.tables import table_of
 
 UNTIL_STOPPED = "the best of what was simulated until then"
 _DEGREES = frozenset({"tp", "pp", "dp", "ep", "etp"})
@@ -87,7 +86,7 @@ def remarks(ranking: ServingRanking) -> list[str]:
         confirmed = ranking.confirmed.get(first, load)
         notes.append(
             f"the best keeps the limits for {_share(confirmed.good)} of "
-            f"{many(confirmed.summary.measured, 'request', 'requests')}; "
+            f"{plural(confirmed.summary.measured, 'request', 'requests')}; "
             f"{confirmed.summary.verdict}"
         )
         if load.too_short > 1:
@@ -188,7 +187,7 @@ def table_of_choices(
         for choice in choices
     ]
     layouts = [layout_words(ranking, choice, choice.layout) for choice in choices]
-    return table_of(
+    return Table.of_columns(
         title,
         [
             ("#", "", [places.get(number) for number in numbers], True),
@@ -253,3 +252,33 @@ def every_choice(ranking: ServingRanking) -> Table:
     }
     units = {**table.units, "requests": "count", "keep at most": "share"}
     return Table("Simulated", columns, units)
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+
+def serving_search_text(
+    ranking: ServingRanking,
+    load: str,
+    removed: Table,
+    limit: int | None = None,
+    seconds: float | None = None,
+    *,
+    why: bool = False,
+) -> Iterator[str | Table]:
+    """The winner of a search for serving, the choices that none dominates, `why` others are not."""
+    yield load
+    yield f"best: {answer(ranking)}"
+    if ranking.stopped and ranking.best:
+        yield f"stopped: {UNTIL_STOPPED}"
+    yield from remarks(ranking)
+    yield from tables_of_best(ranking, limit)
+    if why and len(removed):
+        yield removed
+    rules = plural(len(removed), "rule", "rules")
+    yield (
+        f"{ranking.candidates:,} candidates ({len(ranking.rows):,} layouts), "
+        f"{len(ranking.choices):,} of them simulated"
+        + ("" if seconds is None else f", in {seconds:.1f} s")
+        + (f"; {rules} removed others (--why)" if len(removed) and not why else "")
+    )

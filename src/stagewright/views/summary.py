@@ -40,15 +40,13 @@ Where `device_memory` or hardware is given there is also `fit`: whether the step
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from stagewright.arrays import Int, exact_sum
 from stagewright.lower import weight_storage
 from stagewright.lower.compiled_run import Capacity, CompiledRun
-from stagewright.lower.parameters import TrainedParameters
-from stagewright.model.config import ModelConfig
 from stagewright.numbers import plural, quantity, side_by_side
 from stagewright.program import memory
 from stagewright.program.columns import (
@@ -60,31 +58,17 @@ from stagewright.program.columns import (
     TaskKind,
     Tasks,
 )
-from stagewright.program.fit import Fit
 from stagewright.run import lengths
 from stagewright.run.requests import groups
-from stagewright.run.settings import Run
 from stagewright.texttable import Table
+from stagewright.trace.traced import TracedBundle
 from stagewright.views.tables import communication, compute, peak
 from stagewright.views.tables import memory as held
 
 Summary = dict[str, Any]
 
 
-class Recorded(NamedTuple):
-    """What a bundle holds of a run (`views.bundles`)."""
-
-    run: Run
-    model: ModelConfig
-    parameters: int
-    active_parameters: int
-    trained: TrainedParameters | None
-    program: Program
-    capacity: Capacity | None
-    fit: Fit | None
-
-
-def summary(compiled: CompiledRun | Recorded) -> Summary:
+def summary(compiled: CompiledRun) -> Summary:
     """What the ranks of a run compute, exchange and hold; the keys are described above."""
     program = compiled.program
     return {
@@ -103,7 +87,20 @@ def summary(compiled: CompiledRun | Recorded) -> Summary:
     }
 
 
-def _served(compiled: CompiledRun | Recorded) -> Summary:
+def traced_summary(traced: TracedBundle) -> Summary:
+    """The same of a recorded graph of one rank, which `import` wrote as a bundle."""
+    program = traced.program
+    return {
+        "model": traced.name,
+        "run": traced.describe(),
+        "world_size": program.mesh.world_size,
+        "microbatches": 1,
+        "parameters": {"total": traced.parameters, "active": traced.parameters},
+        "rank_classes": [rank_class(program, of) for of in program.classes],
+    }
+
+
+def _served(compiled: CompiledRun) -> Summary:
     asked, source = groups(compiled.run), compiled.run.source_length
     return {
         "mode": compiled.run.mode,
@@ -118,14 +115,14 @@ def _served(compiled: CompiledRun | Recorded) -> Summary:
     }
 
 
-def held_in_memory(compiled: CompiledRun | Recorded) -> Summary:
+def held_in_memory(compiled: CompiledRun) -> Summary:
     """What an inference step says of memory: `stored`, and `capacity` where a device is known."""
     fitting = compiled.capacity
     capacity = {"capacity": fitting._asdict()} if fitting else {}
     return {"stored": _stored(compiled), **capacity}
 
 
-def _stored(compiled: CompiledRun | Recorded) -> Summary:
+def _stored(compiled: CompiledRun) -> Summary:
     """The data types of weights and, where there is one, of the KV cache."""
     cached = any(of.memory.get("kv_cache") for of in compiled.program.classes)
     return {
@@ -146,7 +143,7 @@ def _stored_line(stored: Summary, checkpoint: Summary | None) -> str:
     return line + (f", KV cache in {stored['kv_cache']}" if stored["kv_cache"] else "")
 
 
-def _weights(compiled: CompiledRun | Recorded) -> Summary:
+def _weights(compiled: CompiledRun) -> Summary:
     """How the checkpoint stores matrices, where it decides that; nothing where all are alike."""
     given = weight_storage.checkpoint(compiled.run, compiled.model)
     if given is None or not given.formats:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -153,7 +153,7 @@ def peak(summary: dict[str, Any]) -> Table:
             of_microbatch = f" of microbatch {at['microbatch']}" if at["microbatch"] >= 0 else ""
             largest = "; ".join(alive_in_words(g) for g in at["alive"][:_SHOWN])
             rows.append((str(entry["stage"]), at["task"] + of_microbatch, largest))
-    return of_rows("At the peak", ("stage", "while", "most of it"), rows)
+    return Table.of_rows("At the peak", ("stage", "while", "most of it"), rows)
 
 
 def alive_in_words(group: dict[str, Any]) -> str:
@@ -183,7 +183,7 @@ def communication(summary: dict[str, Any], *, merged: bool = True) -> Table:
     rows = [(stage, *row) for stage, of_stage in groups for row in of_stage]
     names = ("stage", "phase", "what", "axis", "group", "count", "bytes")
     units = {"group": "", "count": "", "bytes": "B"}
-    return of_rows("Communication", names, rows, units, grouped="stage")
+    return Table.of_rows("Communication", names, rows, units, "stage")
 
 
 def _communication_rows(entry: Class) -> list[tuple[Any, ...]]:
@@ -217,27 +217,3 @@ def _group_equal(classes: Sequence[tuple[str, Class]]) -> list[tuple[str, list[t
 def _stages(stages: dict[str, int]) -> str:
     plain = all(name.isdecimal() for name in stages)
     return spans(list(stages.values())) if plain else ", ".join(stages)
-
-
-def of_rows(
-    title: str,
-    names: Sequence[str],
-    rows: Iterable[Sequence[Any]],
-    units: dict[str, str] | None = None,
-    grouped: str = "",
-) -> Table:
-    """A table from its rows."""
-    columns = [*zip(*rows, strict=True)] or [()] * len(names)
-    by = {name: list(column) for name, column in zip(names, columns, strict=True)}
-    return Table(title, by, units or {}, grouped)
-
-
-ShownColumn = tuple[str, str | None, Sequence[Any], bool]
-"""Name of a column, its unit (None: text), its cells, and True if the table has it."""
-
-
-def table_of(title: str, columns: Iterable[ShownColumn]) -> Table:
-    """A table of those columns that are shown."""
-    shown = [(name, unit, cells) for name, unit, cells, is_shown in columns if is_shown]
-    units = {name: unit for name, unit, _ in shown if unit is not None}
-    return Table(title, {name: cells for name, _, cells in shown}, units)

@@ -590,7 +590,10 @@ def test_no_columns_are_eighty(call: Call, monkeypatch: pytest.MonkeyPatch):
 # ---- results in Python ---------------------------------------------------------------------------
 
 
-def test_a_result_prints_what_its_command_prints(call: Call, tmp_path: Path):
+def test_a_result_prints_what_its_command_prints(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "200")  # room for all columns
     settings: dict[str, Any] = {"layers": 4, "seq_length": 64, "tp": 2}
     line = (*SMALL, "--tp", "2")
     compiled = sw.compile("gpt2", **settings)

@@ -16,7 +16,6 @@ RUN = ("gpt2", "--layers", "1", "--seq-length", "16", "--vocab", "64")
 COMMANDS = {
     "report": ("report", *RUN, "-o"),
     "simulate": ("simulate", *RUN, "--hardware", "h100-sxm", "--perfetto"),
-    "show": ("show", *RUN, "--memory-plot"),
     "generate": ("generate", *RUN, "-o"),
 }
 
@@ -54,6 +53,8 @@ def test_a_missing_directory_is_said_in_one_way(
 
 def test_a_terminal_is_no_file_to_replace(capsys: pytest.CaptureFixture[str]):
     assert code("report", *RUN, "-o", os.devnull) == 0
+    assert code("report", *RUN, "-o", "-") == 2
+    assert capsys.readouterr().err.startswith("stagewright: error: -: is no file; give a name")
     assert code("report", *RUN, "-o", os.curdir) == 2
     assert "is a directory; wanted the name of a file" in capsys.readouterr().err
 

@@ -48,7 +48,9 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     (found,) = json.loads(result.output)["rows"]
     assert (found["source"], found["measured"]) == ("mine", 2.0)
     assert found["predicted"] > 0
-    printed = CliRunner().invoke(commands, ["validate", "--rows", str(path)]).stdout
+    printed = (
+        CliRunner(env={"COLUMNS": "120"}).invoke(commands, ["validate", "--rows", str(path)]).stdout
+    )
     assert printed.count("mean error") == 1
     path.write_text(f"{HEADER}\n{ROW.format(quantity='step_s').replace('2.0', 'two')}\n")
     with pytest.raises(UserError, match="line 2: measured is 'two', wanted a number above 0"):

@@ -16,6 +16,7 @@ from stagewright.program.columns import COLLECTIVES, Program, TaskKind
 from stagewright.schedule.actions import flat
 from stagewright.schedule.schedules import make
 from stagewright.views.pages import charts
+from stagewright.views.pages.html import Chart
 from stagewright.views.pictures import bars, colours, memory, scales, schedule, svg, timeline
 
 SMALL: dict[str, Any] = {"model": "llama3-8b", "layers": 4, "seq_length": 64}
@@ -205,10 +206,12 @@ def test_waiting_is_fainter_than_work():
 
 def test_memory_of_stages_has_one_scale():
     run = sw.Run(**RUNS["dense"])
-    over = charts.memory_over_time(sw.compile(run), None, {})
+    _, panels = charts.memory_over_time(sw.compile(run), None, {})
     axes = [
-        [t.text for t in root(panel.chart.picture).iter("text") if t.get("text-anchor") == "end"]
-        for panel in over.panels
+        [t.text for t in root(part.picture).iter("text") if t.get("text-anchor") == "end"]
+        for parts in panels.values()
+        for part in parts
+        if isinstance(part, Chart)
     ]
     assert len(axes) > 1
     sizes = [[word for word in axis if word and "peak" not in word] for axis in axes]

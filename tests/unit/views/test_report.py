@@ -22,7 +22,7 @@ from stagewright.numbers import duration
 from stagewright.time.hardware import resolve
 from stagewright.views.advice import Remark, remarks
 from stagewright.views.pages.charts import CHARTS, memory_over_time
-from stagewright.views.pages.html import render
+from stagewright.views.pages.html import Details, PageSection, Paragraph, Tabs, render
 from stagewright.views.pages.report import cards
 
 from .test_pictures import RUNS, SMALL
@@ -76,8 +76,11 @@ def test_names_of_strangers_are_text():
     assert not [tag for tag, _ in page.elements if tag == "img"]
     assert [tag for tag, _ in page.elements].count("script") == 2
     assert "{{ 7 * 7 }}" in sw.report(hostile)  # no template in what a template is given
-    check(render("memory.html", title=HOSTILE, run=HOSTILE, data={HOSTILE: HOSTILE},
-                 shown=memory_over_time(compiled, None, {})))  # fmt: skip
+    data: dict[str, Any] = {HOSTILE: HOSTILE}
+    legend, panels = memory_over_time(compiled, None, data)
+    tabs = Tabs("over-time", HOSTILE, {HOSTILE + title: panels[title] for title in panels})
+    head = [HOSTILE, legend, Paragraph(HOSTILE, tag="pre"), Details(HOSTILE, [HOSTILE], "x")]
+    check(render(HOSTILE, head, [PageSection("memory", HOSTILE, [tabs])], data))
 
 
 def test_both_sides_of_a_disaggregated_step_have_names():
@@ -436,7 +439,10 @@ def test_equal_names_are_numbered_and_bundles_are_compared(run_files: Path):
     bundle = ("generate", "--config", "short.yaml", "--format", "bundle", "-o", "short.bundle")
     assert run(*bundle) == 0
     assert run("report", "short.yaml", "short.bundle", "-o", "both.html") == 0
-    assert "2 runs compared: short 1, short 2" in Path("both.html").read_text()
+    assert (
+        "2 runs of llama3-8b on h100-sxm compared: short 1, short 2"
+        in Path("both.html").read_text()
+    )
     assert run("report", "short.yaml", "gpt2", "--config", "long.yaml", "-o", "x.html") == 2
 
 
@@ -475,3 +481,13 @@ def test_wrong_charts_are_one_line(
     assert told.count("\n") == 1
     assert run("report", "untimed.yaml", "--picture", "time", "-o", "x.svg") == 2
     assert "--picture time is of a timed step; add --hardware" in capsys.readouterr().err
+
+
+def test_a_network_in_bits_is_noticed(tmp_path: Path):
+    """A NIC of 400 Gb/s has 50 GB/s; hardware of the package has sources and is not doubted."""
+    few: dict[str, Any] = {"layers": 2, "seq_length": 256, "dp": 16}
+    own = tmp_path / "own.yaml"
+    own.write_text("base: h100-sxm\nname: own\nscale_out: {bandwidth_gb_s: 400}\n")
+    (remark,) = said("gpt2", "Network", str(own), **few)
+    assert remark.text.endswith("If 400 is in Gb/s, write 50.")
+    assert not said("gpt2", "Network", "b300", **few)

@@ -13,7 +13,7 @@ import click
 
 from stagewright.cli import output, runs
 from stagewright.cli.command import Entry, command
-from stagewright.cli.options import ALLOW_OOM, FORCE, JSON, experiment_options, output_file
+from stagewright.cli.options import ALLOW_OOM, JSON, experiment_options
 from stagewright.errors import UserError
 
 
@@ -29,8 +29,6 @@ from stagewright.errors import UserError
 @click.option("--kernels", is_flag=True, help="The distinct kernels, as CSV to fill in durations.")
 @click.option("--launch", is_flag=True, help="What was read of a launch file: flags, settings.")
 @click.option("--schedule-picture", is_flag=True, help="The pipeline schedule, as a picture.")
-@output_file("--memory-plot", help="Memory over the step, as an HTML page.")
-@FORCE
 @ALLOW_OOM
 def show(
     model: str | None,
@@ -41,36 +39,35 @@ def show(
     kernels: bool,
     launch: bool,
     schedule_picture: bool,
-    memory_plot: str | None,
     **settings: Any,
 ) -> int:
     """Print what the ranks compute, communicate and hold.
 
     MODEL is a preset (see `stagewright models`), the path of a Hugging Face config.json, an id of
-    the hub in its local cache, a launch script of another tool, or a bundle, which is shown as it
-    is: without settings. The exit code is 3 if the run does not fit into the memory of the
-    hardware, or into --device-memory.
+    the hub in its local cache, a launch script of another tool, or a bundle, whose run may get
+    other settings. The exit code is 3 if the run does not fit into the memory of the hardware, or
+    into --device-memory.
     """
     from stagewright.trace.formats.archive import is_bundle
-    from stagewright.views.summary import summary, summary_text
+    from stagewright.trace.formats.bundle import Bundle
+    from stagewright.trace.traced import read_traced
+    from stagewright.views.summary import summary, summary_text, traced_summary
 
     if launch:
         return _launch_file(config, as_json=as_json)
-    chosen = (as_json, graph, kernels, schedule_picture, memory_plot is not None)
+    chosen = (as_json, graph, kernels, schedule_picture)
     if sum(chosen) > 1:
         raise UserError(
-            "--json, --graph, --kernels, --schedule-picture and --memory-plot exclude each other; "
-            "use one"
+            "--json, --graph, --kernels and --schedule-picture exclude each other; use one"
         )
     if model is not None and is_bundle(model):
-        if config is not None or any(value is not None for value in settings.values()):
-            raise UserError(
-                f"{model}: a bundle is shown as it is; for other settings: --config {model}"
-            )
-        if as_json or not any(chosen):
-            from stagewright.views.bundles import of_bundle
-
-            values = of_bundle(model)
+        if (traced := read_traced(Bundle(model))) is not None:
+            given = [*(name for name, value in settings.items() if value is not None)]
+            if given or config is not None or any(chosen[1:]):
+                raise UserError(
+                    f"{model}: a recorded graph is shown as it is; --json alone applies"
+                )
+            values = traced_summary(traced)
             output.print_result(lambda: values if as_json else summary_text(values))
             return 0
         model, config = None, model
@@ -78,13 +75,7 @@ def show(
     experiment = runs.load_experiment(model, config, settings)
     output.show_notes(_notes_of_times(settings))
     compiled = runs.compile_run(experiment.run, model, config, experiment.cluster.hardware)
-    if memory_plot is not None:
-        from stagewright.files import write_text
-        from stagewright.views.pages.report import memory_page
-
-        write_text(memory_plot, memory_page(compiled))
-        output.say(f"{memory_plot}: memory of {len(compiled.program.classes)} classes of ranks")
-    elif graph:
+    if graph:
         output.say(compiled.graph_text())
     elif kernels:
         from stagewright.time.measured import to_csv

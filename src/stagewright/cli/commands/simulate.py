@@ -38,7 +38,7 @@ def simulate(
     """
     from stagewright.trace.formats.archive import is_bundle
     from stagewright.views import perfetto as timeline
-    from stagewright.views.step_text import title
+    from stagewright.views.step import title
 
     if model is not None and is_bundle(model):
         return _simulate_graph(model, config, settings, perfetto, as_json)
@@ -72,7 +72,7 @@ def _simulate_graph(
     from stagewright.trace.formats.bundle import Bundle
     from stagewright.trace.traced import read_traced
     from stagewright.views import perfetto as timeline
-    from stagewright.views.step_text import traced_text
+    from stagewright.views.step import traced_text
 
     traced = read_traced(Bundle(path))
     if traced is None:

@@ -7,7 +7,7 @@ one scale. `name` begins the ids of a picture, which are unique on a page.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +21,9 @@ from stagewright.schedule.play import bubble, play
 from stagewright.texttable import Table
 from stagewright.time.simulate.breakdown import Breakdown
 from stagewright.time.simulate.step import SimulatedStep
-from stagewright.views import step_tables, tables
-from stagewright.views.pages.html import Chart
+from stagewright.views import step as step_tables
+from stagewright.views import tables
+from stagewright.views.pages.html import Chart, Details, Part
 from stagewright.views.pictures import bars, schedule, timeline
 from stagewright.views.pictures import memory as areas
 from stagewright.views.pictures.colours import MEMORY, WAITING, WORK, of_axes
@@ -125,7 +126,7 @@ def _timeline_numbers(step: SimulatedStep) -> Table:
 # ---- memory --------------------------------------------------------------------------------------
 
 POINTS = 500
-"""Points of a chart of memory over time on a page of its own."""
+"""Points of a chart of memory over time in a file of its own."""
 FEW_POINTS = 160
 """Points of a chart that is a part of a page."""
 MAX_PANELS = 16
@@ -200,55 +201,35 @@ def memory_of_runs(
     return Chart(picture, caption, table_of_bars(label, rows, "run", "B"))
 
 
-class MemoryPanel(NamedTuple):
-    """Memory over a step of the ranks of a class, or of a lane of a simulation."""
-
-    title: str
-    ranks: str
-    peak: str
-    chart: Chart
-    alive: Table
-
-
-class MemoryOverTime(NamedTuple):
-    """The charts on one scale, their legend, and the number of classes of ranks."""
-
-    legend: Chart
-    panels: Sequence[MemoryPanel]
-    classes: int
-
-
 def memory_over_time(
     compiled: CompiledRun,
     step: SimulatedStep | None,
     data: dict[str, Any],
-    *,
-    points: int = FEW_POINTS,
-    limit: int | None = MAX_PANELS,
-) -> MemoryOverTime:
-    """Memory over the step, in a simulation over its time; adds to `data` what a script reads."""
+) -> tuple[Chart, dict[str, list[Part]]]:
+    """The legend, and by group of ranks the memory over the step, all on one scale.
+
+    In a simulation over its time. Adds to `data` what a script reads.
+    """
     rank_classes, ranks = _rank_classes(compiled, step)
-    chosen = timeline.chosen(len(rank_classes), limit or len(rank_classes))
-    levels = [_levels(rank_classes, step, i, points) for i in chosen]
+    chosen = timeline.chosen(len(rank_classes), MAX_PANELS)
+    levels = [_levels(rank_classes, step, i, FEW_POINTS) for i in chosen]
     fit = step.fit if step else compiled.fit
     scale = areas.Scale(max(max(of.total) for of in levels), fit.device_memory if fit else None)
-    panels: list[MemoryPanel] = []
+    panels: dict[str, list[Part]] = {}
     for i, of in zip(chosen, levels, strict=True):
         rank_class, name = rank_classes[i], f"held{i}"
         data[name] = areas.data(of)
         stage = stage_name(compiled.program, rank_class)
         label = f"Memory of {stage} over a step: peak {quantity(max(of.total), 'B')}"
         several = sum(each.pipeline_rank == rank_class.pipeline_rank for each in rank_classes) > 1
-        panels.append(
-            MemoryPanel(
-                stage + (f": {spans(ranks[i], 1)}" if several else ""),
-                f"Rank{'s' * (len(ranks[i]) > 1)} {spans(ranks[i])}",
-                _peak_in_words(rank_class),
-                Chart(areas.picture(of, name, label, scale), live=name),
-                _alive(rank_class),
-            )
-        )
-    return MemoryOverTime(Chart(areas.legend(levels, "held-legend")), panels, len(rank_classes))
+        order = "with tasks in the order of issue: " if step else ""
+        panels[stage + (f": {spans(ranks[i], 1)}" if several else "")] = [
+            f"Rank{'s' * (len(ranks[i]) > 1)} {spans(ranks[i])}. "
+            f"Peak {order}{_peak_in_words(rank_class)}.",
+            Chart(areas.picture(of, name, label, scale), live=name),
+            Details("What is alive at the peak", [_alive(rank_class)]),
+        ]
+    return Chart(areas.legend(levels, "held-legend")), panels
 
 
 def _rank_classes(
@@ -412,7 +393,7 @@ def _schedule_numbers(compiled: CompiledRun) -> Table:
         for rank, steps in enumerate(compiled.order)
         for action in flat(steps)
     ]
-    return tables.of_rows("Schedule", ("rank", "action", "begin", "end"), rows)
+    return Table.of_rows("Schedule", ("rank", "action", "begin", "end"), rows)
 
 
 def table_of_bars(title: str, rows: Sequence[bars.StackedBar], name: str, unit: str) -> Table:
@@ -422,6 +403,20 @@ def table_of_bars(title: str, rows: Sequence[bars.StackedBar], name: str, unit: 
     for part in parts:
         columns[part.replace("_", " ")] = [row.parts.get(part, 0) for row in rows]
     return Table(title, columns, dict.fromkeys([*columns][1:], unit))
+
+
+# ---- notebooks -----------------------------------------------------------------------------------
+
+
+def of_compiled(compiled: CompiledRun) -> list[Chart]:
+    """The charts that a notebook shows of a compiled run: its memory and schedule."""
+    pipeline = schedule_of(compiled) if len(compiled.order) > 1 else None
+    return [peak_memory(compiled, None), *([pipeline] if pipeline else [])]
+
+
+def of_step(step: SimulatedStep) -> list[Chart]:
+    """The charts that a notebook shows of a simulated step: where its time goes, and when."""
+    return [time(step)._replace(numbers=None), timeline_of(step)]
 
 
 # ---- charts by name ------------------------------------------------------------------------------

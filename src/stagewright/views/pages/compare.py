@@ -14,53 +14,111 @@ from stagewright.lower.compiled_run import CompiledRun
 from stagewright.numbers import count, duration, quantity
 from stagewright.texttable import Table
 from stagewright.time.simulate.step import SimulatedStep
-from stagewright.views.advice import Remark, remarks
+from stagewright.views.advice import remarks
 from stagewright.views.pages import charts, settings
-from stagewright.views.pages.html import Card, Chart, render
+from stagewright.views.pages.html import (
+    Cards,
+    Chart,
+    Columns,
+    PageSection,
+    Paragraph,
+    Part,
+    Remarks,
+    render,
+)
 from stagewright.views.pages.report import cards, fit_of, heading
 
 Runs = Mapping[str, tuple[CompiledRun, SimulatedStep | None]]
 """Runs by name, each with its simulation if it has one."""
 
 
-class _RunPanel(NamedTuple):
-    name: str
-    heading: str
-    cards: list[Card]
-    remarks: list[Remark]
-    timeline: Chart | None
-
-
 def compare_page(runs: Runs) -> str:
     """The page of several runs as HTML."""
     steps = _steps(runs)
-    longest = max((step.seconds for step in steps.values()), default=0.0)
-    panels = [
-        _RunPanel(
-            name,
-            heading(compiled, step),
-            cards(compiled, step),
-            [remark for remark in remarks(compiled, step) if remark.level != "note"],
-            charts.timeline_of(step, f"timeline{i}", longest)._replace(caption="")
-            if step
-            else None,
-        )
-        for i, (name, (compiled, step)) in enumerate(runs.items())
+    differ = settings.differing_settings(runs)
+    sections = [
+        PageSection(
+            "settings",
+            "Settings that differ",
+            [differ if len(differ) else "None: these are the same run."],
+            "Settings",
+        ),
+        PageSection(
+            "figures",
+            "Key figures",
+            [figures(runs), "In parentheses: the difference from the first run."]
+            if steps
+            else ["This page was made without --hardware, so it has no times."],
+            "Figures",
+        ),
+        *([PageSection("time", "Time", _times(steps))] if steps else []),
+        PageSection("memory", "Memory", [charts.memory_of_runs(runs)]),
+        PageSection(
+            "runs", "Runs", [part for name, run in runs.items() for part in _run(name, *run)]
+        ),
     ]
-    return render(
-        "compare.html",
-        title=f"{len(runs)} runs compared: {', '.join(runs)}",
-        settings=settings.differing_settings(runs),
-        figures=figures(runs),
-        unfit=[name for name, run in runs.items() if (fit := fit_of(*run)) and not fit.fits],
-        runs=panels,
-        time=charts.time_of_runs(steps) if steps else None,
-        memory=charts.memory_of_runs(runs),
-    )
+    return render(_title(runs), _verdict(runs), sections)
 
 
 def _steps(runs: Runs) -> dict[str, SimulatedStep]:
     return {name: step for name, (_, step) in runs.items() if step is not None}
+
+
+def _title(runs: Runs) -> str:
+    """The runs, after what all have in common: the model, and the hardware."""
+    models = {compiled.model.name for compiled, _ in runs.values()}
+    machines = {step.machine.hardware.name if step else "" for _, step in runs.values()} - {""}
+    common = [*models] * (len(models) == 1) + [*machines] * (len(machines) == 1)
+    of = f" of {' on '.join(common)}" if len(models) == 1 else "".join(f" on {m}" for m in common)
+    return f"{len(runs)} runs{of} compared: {', '.join(runs)}"
+
+
+def _verdict(runs: Runs) -> list[Part]:
+    """The runs that do not fit, and the fastest of those that do."""
+    unfit = [name for name, run in runs.items() if (fit := fit_of(*run)) and not fit.fits]
+    parts: list[Part] = []
+    if unfit:
+        moot = "Figures of a run that does not fit are of a step that cannot run."
+        parts.append(Paragraph(f"**Out of memory:** {', '.join(unfit)}. {moot}", "verdict"))
+    rates = {
+        name: step.tokens_per_second / step.machine.gpus
+        for name, step in _steps(runs).items()
+        if name not in unfit
+    }
+    if len(rates) > 1:
+        first, second, *_ = sorted(rates, key=lambda name: -rates[name])
+        parts.append(
+            f"**{first}** has the most tokens/s per GPU{' of the runs that fit' * bool(unfit)}: "
+            f"{rates[first]:,.1f}, {rates[first] / rates[second] - 1:.1%} more than {second}."
+        )
+    return parts
+
+
+def _times(steps: Mapping[str, SimulatedStep]) -> list[Part]:
+    longest = max(step.seconds for step in steps.values())
+    timelines = [
+        [
+            Paragraph(name, tag="h3"),
+            charts.timeline_of(step, f"timeline{i}", longest)._replace(caption=""),
+        ]
+        for i, (name, step) in enumerate(steps.items())
+    ]
+    return [
+        charts.time_of_runs(steps),
+        Paragraph("Timelines on one scale", tag="h3"),
+        "A lane for each group of ranks with equal timing. The height of a column is the share of "
+        "its time in which kernels, or transfers along an axis, run.",
+        Columns(timelines),
+    ]
+
+
+def _run(name: str, compiled: CompiledRun, step: SimulatedStep | None) -> list[Part]:
+    known = [remark for remark in remarks(compiled, step) if remark.level != "note"]
+    return [
+        Paragraph(f"{name}: {heading(compiled, step)}", tag="h3"),
+        Cards(cards(compiled, step)),
+        *([Remarks(known)] if known else []),
+    ]
 
 
 def figures(runs: Runs) -> Table:
@@ -76,7 +134,7 @@ def figures(runs: Runs) -> Table:
             if i and first and figure and first.compared and first.value:
                 cell += f" ({figure.value / first.value - 1:+.1%})"
             columns[run].append(cell)
-    return Table("Key figures", columns, dict.fromkeys(of_runs, ""))
+    return Table("", columns, dict.fromkeys(of_runs, ""))
 
 
 class _Figure(NamedTuple):

@@ -1,19 +1,23 @@
-"""The parts that all pages share: key figures, charts, and templates that escape their values.
+"""A page as data: a title, parts at its head, sections of parts; two templates make HTML of it.
 
-Jinja is loaded when a page is made. Text that is HTML already says so by a method `__html__`, which
+A part is a paragraph (`str`, in which `` `words` `` are code and `**words**` are bold), a `Table`,
+or one of the classes below; `templates/parts.html` has a macro for each. Jinja escapes all text,
+and is loaded when a page is made. Text that is HTML already says so by a method `__html__`, which
 only functions that escape give their results: `svg.figure`, and `_Html` for files of the package.
 """
 
 from __future__ import annotations
 
+import html
 import re
-from collections.abc import Collection
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stagewright.texttable import STYLE, Table
 from stagewright.version import __version__
+from stagewright.views.advice import Remark
 from stagewright.views.pictures.svg import Picture
 
 if TYPE_CHECKING:
@@ -31,8 +35,28 @@ class Card(NamedTuple):
     does not fit."""
 
 
+class Cards(NamedTuple):
+    """Key figures side by side."""
+
+    cards: Sequence[Card]
+
+
+class Remarks(NamedTuple):
+    """A list of remarks, marked by their level."""
+
+    remarks: Sequence[Remark]
+
+
+class Paragraph(NamedTuple):
+    """A paragraph with a look (`verdict`, `hint`), a heading (`h3`), or code (`pre`)."""
+
+    words: str
+    look: str = ""
+    tag: str = "p"
+
+
 class Chart(NamedTuple):
-    """A picture with its caption and its numbers."""
+    """A picture with its caption, and its numbers, which are folded below."""
 
     picture: Picture
     caption: str = ""
@@ -41,19 +65,71 @@ class Chart(NamedTuple):
     """The id of the line in which the script describes the place under the cursor."""
 
 
-class _Html(str):
-    """Text of the package that a template takes as it is."""
+class Details(NamedTuple):
+    """Parts that a click on their title opens; `bad`: of a run that does not fit."""
 
-    def __html__(self) -> str:
-        return str(self)
+    title: str
+    parts: Sequence[Part]
+    id: str = ""
+    bad: bool = False
 
 
-def render(template: str, /, **values: Any) -> str:
-    """The text of a template of this package for some values; a name that is missing raises."""
-    package = {"style": "style.css", "script": "script.js"}
-    texts = {name: _Html(_text(file)) for name, file in package.items()}
-    common: dict[str, Any] = {"data": {}, "version": __version__, "table_style": _Html(STYLE)}
-    return _environment().get_template(template).render({**texts, **common, **values})
+class Tabs(NamedTuple):
+    """Panels by their title, one of which is open; `name` begins their ids."""
+
+    name: str
+    label: str
+    panels: Mapping[str, Sequence[Part]]
+
+
+class Columns(NamedTuple):
+    """Parts beside each other where there is room."""
+
+    columns: Sequence[Sequence[Part]]
+
+
+Part = str | Paragraph | Table | Cards | Remarks | Chart | Details | Tabs | Columns
+
+
+class PageSection(NamedTuple):
+    """A section; the list at the top of the page names it by its `short` title if it has one."""
+
+    id: str
+    title: str
+    parts: Sequence[Part]
+    short: str = ""
+    moot: bool = False
+
+
+HINT = Paragraph(
+    "Point at a chart for its values, or focus one and use the arrow keys, Home and End; P goes to "
+    "the peak.",
+    "hint",
+)
+
+
+def render(
+    title: str,
+    head: Iterable[Part],
+    sections: Iterable[PageSection],
+    data: Mapping[str, Any] | None = None,
+) -> str:
+    """The page; `data` is what its script reads."""
+    package = {name: _Html(_text(file)) for name, file in _FILES.items()}
+    return _environment().get_template("page.html").render(
+        title=title, head=[*head], sections=[*sections], data=data or {}, version=__version__,
+        **package,
+    )  # fmt: skip
+
+
+def fragment(parts: Sequence[Part]) -> str:
+    """Parts for a notebook, without the style and the script of a page."""
+    return f"<div>{STYLE}{_environment().get_template('parts.html').module.show(parts)}</div>"  # pyright: ignore
+
+
+def sentence(words: str) -> str:
+    """Words with a capital, unless a setting such as tp=8 comes first."""
+    return words if "=" in words.split(" ")[0] else words[:1].upper() + words[1:]
 
 
 def css_text(words: str) -> str:
@@ -66,19 +142,32 @@ def css_text(words: str) -> str:
     return "".join(plain)
 
 
+class _Html(str):
+    """Text that a template takes as it is."""
+
+    def __html__(self) -> str:
+        return str(self)
+
+
+_FILES = {"style": "style.css", "script": "script.js"}
+
+
 def _css(words: str) -> _Html:
     return _Html(css_text(words))
 
 
-def _sentence(words: str) -> str:
-    """Words with a capital, unless a setting such as tp=8 comes first."""
-    return words if "=" in words.split(" ")[0] else words[:1].upper() + words[1:]
+def _kind(part: Part) -> str:
+    return type(part).__name__
 
 
-def _table(table: Table, limit: int | None = None, bad: Collection[int] = ()) -> _Html:
+def _prose(words: str) -> _Html:
+    text = re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(words))
+    return _Html(re.sub(r"\*\*([^*]+)\*\*", r"<b>\1</b>", text))
+
+
+def _table(table: Table) -> _Html:
     """A table whose numbers stay in one line with their units."""
-    text = table.html(limit, bad)
-    return _Html(re.sub(r"(<td[^>]*>[^< ]*\d) (?=[^<])", "\\1\N{NO-BREAK SPACE}", text))
+    return _Html(re.sub(r"(<td[^>]*>[^< ]*\d) (?=[^<])", "\\1\N{NO-BREAK SPACE}", table.html()))
 
 
 @cache
@@ -94,7 +183,13 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    environment.filters |= {"css": _css, "sentence": _sentence, "table": _table}
+    environment.filters |= {
+        "css": _css,
+        "kind": _kind,
+        "prose": _prose,
+        "sentence": sentence,
+        "table": _table,
+    }
     return environment
 
 

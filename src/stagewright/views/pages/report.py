@@ -1,25 +1,35 @@
-"""The page of a run, the page of its memory, and a run as a notebook shows it.
+"""The page of a run, and its key figures.
 
-A page says first whether the run fits and its key figures, then what to know of it, then where
+The page says first whether the run fits and its key figures, then what to know of it, then where
 time, memory, FLOPs and bytes go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
-from stagewright.errors import UserError
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.numbers import count, duration, plural, quantity
 from stagewright.program.fit import Fit
-from stagewright.texttable import SHOWN, Table
 from stagewright.time.simulate.serving import Served, ServingGroup
 from stagewright.time.simulate.step import SimulatedStep
-from stagewright.views import step_tables, tables
+from stagewright.views import step as step_tables
+from stagewright.views import tables
 from stagewright.views.advice import remarks
 from stagewright.views.pages import charts, settings
-from stagewright.views.pages.html import Card, Chart, render
+from stagewright.views.pages.html import (
+    HINT,
+    Card,
+    Cards,
+    Details,
+    PageSection,
+    Paragraph,
+    Part,
+    Remarks,
+    Tabs,
+    render,
+)
 from stagewright.views.summary import Summary, summary
 from stagewright.views.tables import stage_name
 
@@ -28,78 +38,35 @@ from stagewright.views.tables import stage_name
 
 def page(compiled: CompiledRun, step: SimulatedStep | None = None) -> str:
     """The page of a run; with a simulation, the page also shows the step's time on a machine."""
-    numbers = summary(compiled)
+    numbers, fit = summary(compiled), fit_of(compiled, step)
     data: dict[str, Any] = {}
-    fit = fit_of(compiled, step)
-    pipeline = charts.schedule_of(compiled)
-    return render(
-        "report.html",
-        title=heading(compiled, step),
-        run=compiled.run.describe(),
-        fit=fit,
-        fullest=stage_name(compiled.program, fit.fullest.rank_class) if fit else "",
-        cards=cards(compiled, step),
-        remarks=remarks(compiled, step),
-        time=_time(step) if step else None,
-        memory=_memory(compiled, step, numbers, data),
-        compute=charts.work(compiled, numbers),
-        communication=_communication(compiled, numbers),
-        pipeline=pipeline,
-        mesh=", ".join(f"{axis}={size}" for axis, size in compiled.program.mesh.axes if size > 1),
-        asked=settings.asked(compiled, step),
-        hardware=step.machine.hardware.name if step else "",
-        quantity=quantity,
-        data=data,
-    )
-
-
-class _TimeOnPage(NamedTuple):
-    machine: str
-    parts: Chart
-    timeline: Chart
-    transfers: Table
-    critical_path: str
-
-
-def _time(step: SimulatedStep) -> _TimeOnPage:
-    path = ", ".join(f"{name} {s / step.seconds:.1%}" for name, s in step.critical_path.items())
-    return _TimeOnPage(
-        str(step.machine),
-        charts.time(step),
-        charts.timeline_of(step),
-        step_tables.transfers(step),
-        path,
-    )
-
-
-class _MemoryOnPage(NamedTuple):
-    peaks: Chart
-    over_time: charts.MemoryOverTime | None
-
-
-def _memory(
-    compiled: CompiledRun, step: SimulatedStep | None, numbers: Summary, data: dict[str, Any]
-) -> _MemoryOnPage:
-    varies = charts.varies(compiled)
-    return _MemoryOnPage(
-        charts.peak_memory(compiled, step, numbers),
-        charts.memory_over_time(compiled, step, data) if varies else None,
-    )
-
-
-class _CommunicationOnPage(NamedTuple):
-    by_axis: Chart
-    table: Table
-    largest: Table
-
-
-def _communication(compiled: CompiledRun, numbers: Summary) -> _CommunicationOnPage | None:
-    chart = charts.bytes_by_axis(numbers)
-    if chart is None:
-        return None
-    return _CommunicationOnPage(
-        chart, tables.communication(numbers), charts.largest_exchanges(compiled)
-    )
+    unfit = fit is not None and not fit.fits
+    head: list[Part] = [compiled.run.describe()]
+    if fit is not None and unfit:
+        stage = stage_name(compiled.program, fit.fullest.rank_class)
+        need, has = (quantity(size, "B") for size in (fit.peak, fit.device_memory))
+        device = step.machine.hardware.name if step else "the device"
+        grey = " Figures in grey are of a step that cannot run." if step else ""
+        why = f"**Out of memory.** Ranks of {stage} need {need}; {device} has {has}.{grey}"
+        head.append(Paragraph(why, "verdict"))
+    sections = [
+        PageSection("remarks", "What to know", [*_to_know(compiled, step)]),
+        *([PageSection("time", "Time", _time(step), moot=unfit)] if step else []),
+        PageSection("memory", "Memory", _memory(compiled, step, numbers, data)),
+        PageSection("compute", "Compute", [charts.work(compiled, numbers)]),
+        PageSection("communication", "Communication", _communication(compiled, numbers)),
+        PageSection(
+            "schedule",
+            "Pipeline",
+            [
+                charts.schedule_of(compiled)
+                or "One rank holds all layers, and one microbatch passes through them."
+            ],
+        ),
+        PageSection("run", "Run", settings.repeat(compiled, step)),
+        PageSection("about", "About", [*_about(step)]),
+    ]
+    return render(heading(compiled, step), [*head, Cards(cards(compiled, step))], sections, data)
 
 
 def heading(compiled: CompiledRun, step: SimulatedStep | None) -> str:
@@ -119,67 +86,79 @@ def fit_of(compiled: CompiledRun, step: SimulatedStep | None) -> Fit | None:
     return compiled.fit if step is None else step.fit
 
 
-# ---- the page of memory --------------------------------------------------------------------------
-
-
-def memory_page(compiled: CompiledRun) -> str:
-    """The page of a training run's memory; UserError for inference, whose memory is constant."""
-    if compiled.run.mode != "train":
-        raise UserError(
-            f"--memory-plot is for training, got mode={compiled.run.mode}, where all is held all "
-            "the time; drop it"
+def _to_know(compiled: CompiledRun, step: SimulatedStep | None) -> Iterator[Part]:
+    known = remarks(compiled, step)
+    yield Remarks(known) if known else "Nothing stands out."
+    if step is None:
+        device = "" if compiled.fit else ", and nothing says whether the run fits a device"
+        yield (
+            "This page was made without --hardware, so it has no step time, no MFU and no network"
+            f"{device}."
         )
-    data: dict[str, Any] = {}
-    shown = charts.memory_over_time(compiled, None, data, points=charts.POINTS, limit=None)
-    return render(
-        "memory.html",
-        title=f"Memory of a rank over one step: {compiled.model.name}",
-        run=compiled.run.describe(),
-        shown=shown,
-        data=data,
-    )
 
 
-# ---- notebooks -----------------------------------------------------------------------------------
-
-
-def compiled_html(compiled: CompiledRun) -> str:
-    """A compiled run as HTML: its memory and schedule."""
-    numbers = summary(compiled)
-    pictures = [("Memory of a rank at its peak", charts.peak_memory(compiled, None))]
-    pipeline = charts.schedule_of(compiled)
-    if pipeline is not None and len(compiled.order) > 1:
-        pictures.append(("Pipeline", pipeline))
-    shown = tables.compute(numbers), tables.memory(numbers), tables.communication(numbers)
-    return _notebook(compiled, None, pictures, [table for table in shown if len(table)])
-
-
-def simulation_html(step: SimulatedStep) -> str:
-    """A simulated step as HTML: where its time goes."""
-    pictures = [
-        ("Where the time of a GPU goes", charts.time(step)),
-        ("Timeline", charts.timeline_of(step)),
+def _time(step: SimulatedStep) -> list[Part]:
+    path = ", ".join(f"{name} {s / step.seconds:.1%}" for name, s in step.critical_path.items())
+    return [
+        str(step.machine),
+        charts.time(step),
+        Paragraph("Timeline", tag="h3"),
+        charts.timeline_of(step),
+        "`stagewright simulate --perfetto FILE` writes the timeline for ui.perfetto.dev, which "
+        "zooms to single kernels.",
+        *filter(len, [step_tables.transfers(step)]),
+        f"Critical path: {path}.",
     ]
-    shown = [step_tables.parts(step), step_tables.transfers(step)]
-    return _notebook(step.compiled, step, pictures, shown)
 
 
-def _notebook(
-    compiled: CompiledRun,
-    step: SimulatedStep | None,
-    pictures: Sequence[tuple[str, Chart]],
-    shown: Sequence[Table],
-) -> str:
-    return render(
-        "notebook.html",
-        run=compiled.run.describe(),
-        machine=str(step.machine) if step else "",
-        cards=cards(compiled, step),
-        remarks=[r for r in remarks(compiled, step) if r.level != "note"],
-        pictures=pictures,
-        tables=shown,
-        most=SHOWN,
+def _memory(
+    compiled: CompiledRun, step: SimulatedStep | None, numbers: Summary, data: dict[str, Any]
+) -> list[Part]:
+    parts: list[Part] = [charts.peak_memory(compiled, step, numbers)]
+    if charts.varies(compiled):
+        legend, panels = charts.memory_over_time(compiled, step, data)
+        parts.append(Paragraph("Over the step", tag="h3"))
+        classes = len(step.timeline.lanes if step else compiled.program.classes)
+        if len(panels) < classes:
+            parts.append(f"{len(panels)} of {classes} groups of ranks are shown.")
+        parts += [HINT, legend, Tabs("over-time", "Groups of ranks", panels)]
+    return [
+        *parts,
+        "Allocation is ideal: the context of the device, workspaces of libraries and fragmentation "
+        "come on top.",
+    ]
+
+
+def _communication(compiled: CompiledRun, numbers: Summary) -> list[Part]:
+    chart = charts.bytes_by_axis(numbers)
+    if chart is None:
+        return ["Ranks send nothing."]
+    return [
+        chart,
+        Details("By stage, phase and kind, as a table", [tables.communication(numbers)]),
+        "The ranks that exchange most, over all axes; collectives count as if their ranks "
+        "exchanged data directly.",
+        charts.largest_exchanges(compiled),
+    ]
+
+
+def _about(step: SimulatedStep | None) -> Iterator[str]:
+    yield (
+        "FLOPs are two for each multiply-add; causal flash attention counts the blocks that it "
+        "computes. Bytes of a collective are those of a rank's local input: of an all_gather, the "
+        "shard that the rank contributes."
     )
+    yield (
+        "All numbers are computed from the model's shapes, the layouts and the schedule; none is "
+        "measured."
+    )
+    if step:
+        yield (
+            "Times are simulated: kernels by a roofline fitted to published benchmarks, "
+            "collectives by models of the network. `stagewright hardware "
+            f"{step.machine.hardware.name}` names the source of each figure; `stagewright "
+            "validate` compares predictions with measurements."
+        )
 
 
 # ---- key figures ---------------------------------------------------------------------------------

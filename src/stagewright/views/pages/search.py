@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
 from stagewright.arrays import Int
-from stagewright.numbers import count, duration, many, quantity
+from stagewright.numbers import count, duration, plural, quantity
 from stagewright.searching.objectives import front
 from stagewright.searching.ranking import Ranking, nothing_found
 from stagewright.searching.run_file import hardware_file, hardware_file_name, is_packaged, run_file
@@ -19,7 +18,17 @@ from stagewright.serving.search.search import ServingRanking
 from stagewright.texttable import Table
 from stagewright.views import search as tables
 from stagewright.views import search_serving
-from stagewright.views.pages.html import Card, Chart, render
+from stagewright.views.pages.html import (
+    Card,
+    Cards,
+    Chart,
+    Details,
+    PageSection,
+    Paragraph,
+    Part,
+    render,
+    sentence,
+)
 from stagewright.views.pictures.scales import BYTES, NUMBER, SECONDS
 from stagewright.views.pictures.scatter import Point, scatter
 
@@ -31,59 +40,75 @@ LARGEST = 1.25
 """Candidates that need this many times the memory of the device are beyond the edge as well."""
 
 
-class RunFile(NamedTuple):
-    """A run of the answer with the file that repeats it."""
-
-    link: str
-    title: str
-    text: str
-    fits: bool = True
-
-
 # ---- a step --------------------------------------------------------------------------------------
 
 
 def page(enumeration: Enumeration, ranking: Ranking, notes: tuple[str, ...]) -> str:
     """The page of a search; sensitivities of the best, if there is one, are simulated for it."""
-    names = ranking.options.objectives
-    sentences = [f"stopped: {tables.UNTIL_STOPPED}"] if ranking.stopped else []
-    best = int(ranking.best[0]) if len(ranking.best) else None
+    names, candidates = ranking.options.objectives, ranking.candidates
     points, runs = _points(ranking), ranking.listed
     on_front = _front(ranking, points)
-    if best is None:
-        run = str(nothing_found(ranking))
-    else:
+    said = [tables.certainty(ranking), *notes, f"stopped: {tables.UNTIL_STOPPED}" * ranking.stopped]
+    head: list[Part] = [str(nothing_found(ranking))]
+    why: list[PageSection] = []
+    sensitivity: list[PageSection] = []
+    if len(ranking.best):
+        best = int(ranking.best[0])
         first = f"The best {tables.in_words(names[:1])} of the front: " if names[1:] else ""
-        run = f"{first}{ranking.candidates.describe(best)} on {ranking.candidates.machine(best)}"
+        answer = f"{first}{candidates.describe(best)} on {candidates.machine(best)}"
+        head = [answer, Cards(_cards(ranking, best))]
         runs = np.array(list(dict.fromkeys([*runs.tolist(), *on_front.tolist()])), dtype=np.int64)
-        sentences += [tables.tie(ranking), tables.headroom(ranking)]
-    sentences.append(tables.expected_error(ranking))
-    what = f"Pareto front of {tables.in_words(names)}" if names[1:] else "best execution"
-    return render(
-        "search.html",
-        title=f"{ranking.candidates.model.name}: {what} on {_machines(ranking)}",
-        run=run,
-        cards=[] if best is None else _cards(ranking, best),
-        certainty=tables.certainty(ranking),
-        notes=[*notes, *filter(None, sentences)],
-        best=tables.best(ranking),
-        unfit=[n for n, row in enumerate(ranking.listed.tolist()) if not ranking.figures.fits[row]],
-        choices=None if best is None else replace(tables.choices(ranking), grouped="setting"),
-        removed=tables.removed(enumeration.removed),
-        combinations=enumeration.combinations,
-        front=_front_chart(ranking, points, {*on_front.tolist()}, {*runs.tolist()}),
-        sensitivity=None if best is None else _sensitivity_table(ranking, best),
-        runs=[
-            RunFile(
-                f"run-{row}",
-                _words(ranking, row),
-                run_file(ranking.candidates, row),
-                bool(ranking.figures.fits[row]),
-            )
-            for row in runs.tolist()
-        ],
-        systems=_systems(ranking, runs),
+        said += [tables.tie(ranking), tables.headroom(ranking)]
+        why, sensitivity = [_why(ranking)], [_sensitivity(ranking, best)]
+    said.append(tables.expected_error(ranking))
+    unfit = [n for n, row in enumerate(ranking.listed.tolist()) if not ranking.figures.fits[row]]
+    chart = _front_chart(ranking, points, {*on_front.tolist()}, {*runs.tolist()})
+    files = [
+        Details(
+            _words(ranking, row) + ("" if ranking.figures.fits[row] else ": does not fit"),
+            [Paragraph(run_file(candidates, row), tag="pre")],
+            f"run-{row}",
+            not ranking.figures.fits[row],
+        )
+        for row in runs.tolist()
+    ]
+    of_files = (
+        "A run file for each candidate that is listed, or on the front, the best first: "
+        "`stagewright simulate --config FILE`."
     )
+    sections = [
+        *why,
+        *([PageSection("front", "Time and memory", [chart], "Front")] if chart else []),
+        PageSection("best", "Best", [replace(tables.best(ranking), title="", bad=unfit)]),
+        *sensitivity,
+        PageSection("runs", "Run files", [of_files, *files, *_systems(ranking, runs)]),
+        _removed(enumeration.removed, enumeration.combinations),
+    ]
+    what = f"Pareto front of {tables.in_words(names)}" if names[1:] else "best execution"
+    title = f"{candidates.model.name}: {what} on {_machines(ranking)}"
+    return render(title, [*head, *_sentences(said)], sections)
+
+
+def _sentences(texts: Iterable[str]) -> list[str]:
+    return [f"{sentence(text)}." for text in texts if text]
+
+
+def _why(ranking: Ranking) -> PageSection:
+    text = (
+        "The best step for each value of a setting, whatever the others are, and the part of the "
+        "step that makes it slower. A figure after ~ is an estimate."
+    )
+    table = replace(tables.choices(ranking), title="", grouped="setting")
+    return PageSection("choices", "Why: the best step for each choice", [text, table], "Why")
+
+
+def _removed(removed: Sequence[Removed], combinations: int | None = None) -> PageSection:
+    if not removed:
+        return PageSection("removed", "Removed", ["Nothing."])
+    parts: list[Part] = [replace(tables.removed(removed), title="")]
+    if combinations is not None:
+        parts.insert(0, f"Of {combinations:,} combinations, before any was estimated.")
+    return PageSection("removed", "Removed", parts)
 
 
 def _machines(ranking: Ranking) -> str:
@@ -99,7 +124,7 @@ def _cards(ranking: Ranking, row: int) -> list[Card]:
     """Key figures of the best."""
     figures, gpus = ranking.figures, int(ranking.candidates.world_size[row])
     rate, tokens = float(figures.tokens_per_second[row]), int(figures.tokens[row])
-    simulated = f"of {many(len(ranking), 'candidate', 'candidates')}"
+    simulated = f"of {plural(len(ranking), 'candidate', 'candidates')}"
     cards = [
         Card("Step time", duration(float(figures.seconds[row])), f"{tokens:,} tokens"),
         Card("Throughput", count(round(rate)), f"tokens/s; {count(round(rate / gpus))} per GPU"),
@@ -117,17 +142,19 @@ def _cards(ranking: Ranking, row: int) -> list[Card]:
     return [*cards, Card("Simulated", f"{ranking.simulated:,}", simulated)]
 
 
-def _sensitivity_table(ranking: Ranking, row: int) -> Table:
-    changes = sensitivities(ranking.candidates, row)
-    return Table(
-        "Change of the best step",
-        {
-            "figure": [*changes],
-            "1% worse": [f"{change.worse:+.3%}" for change in changes.values()],
-            "1% better": [f"{change.better:+.3%}" for change in changes.values()],
-        },
-        {"1% worse": "", "1% better": ""},
+def _sensitivity(ranking: Ranking, row: int) -> PageSection:
+    text = (
+        "How much longer the best step takes where a figure of the hardware gets worse, and how "
+        "much shorter where it gets better. Figures that change nothing are left out."
     )
+    rows = [
+        (figure, *(f"{change:+.3%}" for change in changes))
+        for figure, changes in sensitivities(ranking.candidates, row).items()
+    ]
+    heads = ("1% worse", "1% better", "10% worse", "10% better")
+    title = "Change of the best step"
+    table = Table.of_rows(title, ("figure", *heads), rows, dict.fromkeys(heads, ""))
+    return PageSection("sensitivity", "Sensitivity of the optimum", [text, table], "Sensitivity")
 
 
 def _points(ranking: Ranking) -> Int:
@@ -162,15 +189,15 @@ def _words(ranking: Ranking, row: int) -> str:
     return f"{settings}: {duration(seconds)}, {quantity(peak, 'B')}{mark}"
 
 
-def _systems(ranking: Ranking, rows: Int) -> dict[str, str]:
-    """Hardware files that run files refer to, by name."""
+def _systems(ranking: Ranking, rows: Int) -> list[Part]:
+    """Hardware files that run files refer to."""
     candidates, texts = ranking.candidates, dict[str, str]()
     for index in rows.tolist():
         hardware = candidates.hardware(index)
-        name = hardware_file_name(hardware)
-        if name not in texts and not is_packaged(hardware):
-            texts[name] = hardware_file(candidates, index)
-    return texts
+        if not is_packaged(hardware):
+            texts[hardware_file_name(hardware)] = hardware_file(candidates, index)
+    files = [Details(name, [Paragraph(text, tag="pre")]) for name, text in texts.items()]
+    return ["Files of the hardware that run files name:", *files] if files else []
 
 
 def _front_chart(ranking: Ranking, rows: Int, on_front: set[int], linked: set[int]) -> Chart | None:
@@ -217,30 +244,33 @@ time and memory. A click leads to the run.'
 
 def serving_search_page(of: ServingRanking, removed: Sequence[Removed], load: str) -> str:
     """The page of a search for serving; `load` is what was served, in words."""
-    layouts = dict.fromkeys(of.choices[number].layout for number in of.best)
-    notes = [f"stopped: {search_serving.UNTIL_STOPPED}"] if of.stopped else []
-    return render(
-        "search.html",
-        title=f"{of.rows.model.name}: GPUs for a load",
-        run=search_serving.answer(of),
-        cards=_serving_cards(of),
-        certainty=load,
-        notes=[*notes, *search_serving.remarks(of)],
-        best=search_serving.tables_of_best(of),
-        unfit=[],
-        choices=None,
-        removed=tables.removed(removed),
-        combinations=None,
-        front=_serving_front(of),
-        every=search_serving.every_choice(of),
-        unmet=[n for n, choice in enumerate(of.choices) if not choice.simulated.meets],
-        sensitivity=None,
-        runs=[
-            RunFile(f"layout-{row}", tables.words(of.rows, row), run_file(of.rows, row))
-            for row in layouts
-        ],
-        systems={},
-    )
+    cards, chart = _serving_cards(of), _serving_front(of)
+    unmet = [n for n, choice in enumerate(of.choices) if not choice.simulated.meets]
+    every = replace(search_serving.every_choice(of), title="", bad=unmet)
+    files = [
+        Details(
+            tables.words(of.rows, row),
+            [Paragraph(run_file(of.rows, row), tag="pre")],
+            f"layout-{row}",
+        )
+        for row in dict.fromkeys(of.choices[number].layout for number in of.best)
+    ]
+    of_every = "All choices that were simulated; those that miss the limits are red."
+    of_files = "A run file for each layout: `stagewright serve --config FILE`, with --instances."
+    stopped = f"stopped: {search_serving.UNTIL_STOPPED}" * of.stopped
+    head: list[Part] = [
+        f"**{search_serving.answer(of)}**",
+        *([Cards(cards)] if cards else []),
+        *_sentences([load, stopped, *search_serving.remarks(of)]),
+    ]
+    sections = [
+        *([PageSection("front", "Tokens per GPU and per user", [chart], "Front")] if chart else []),
+        PageSection("best", "Best", search_serving.tables_of_best(of)),
+        PageSection("simulated", "Simulated", [of_every, every]),
+        PageSection("runs", "Run files", [of_files, *files]),
+        _removed(removed),
+    ]
+    return render(f"{of.rows.model.name}: GPUs for a load", head, sections)
 
 
 def _serving_cards(of: ServingRanking) -> list[Card]:

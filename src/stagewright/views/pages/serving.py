@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from stagewright.serving.engine import Engine
 from stagewright.serving.metrics import RequestTimes, Slo, Spread
 from stagewright.texttable import Table
 from stagewright.views import serving as tables
-from stagewright.views.pages.html import Card, Chart, render
+from stagewright.views.pages.html import Card, Cards, Chart, PageSection, Paragraph, render
 from stagewright.views.pictures.curves import Curve, curves, distributions
 from stagewright.views.pictures.scales import NUMBER, SECONDS, SHARE
 
@@ -36,30 +37,38 @@ def serving_page(
 
     `compared`: tables of a measured log next to this run.
     """
-    times = RequestTimes.of(served.outcome)
-    measured = times.take(served.summary.window.measures(times.arrival))
+    times, summary = RequestTimes.of(served.outcome), served.summary
+    measured = times.take(summary.window.measures(times.arrival))
     tpot = measured.tpot[np.isfinite(measured.tpot)]
     ttft = {"TTFT": measured.ttft, "waiting": measured.queue}
-    return render(
-        "serving.html",
-        title=title,
-        run=run,
-        measured=served.summary.measured_span,
-        verdict=served.summary.verdict,
-        overloaded=served.summary.steadiness.overloaded,
-        cards=_cards(served, spent, slo),
-        compared=[table for table in compared if len(table)],
-        latencies=tables.latencies(served.summary),
-        queue=_queue(served),
-        cache=_cache(served),
-        percentiles=[
-            _distribution("Time to the first token", ttft, slo.ttft),
-            _distribution("Time per output token", {"TPOT": tpot}, slo.tpot),
-            _distribution("Time to the last token", {"E2E": measured.e2e}, slo.e2e),
-        ],
-        classes=tables.per_class(served.summary) if served.summary.classes else None,
-        engines=tables.per_engine(served),
-    )
+    overloaded = summary.steadiness.overloaded
+    head = [
+        run,
+        Paragraph(f"**{summary.verdict}**", "verdict") if overloaded else summary.verdict,
+        summary.measured_span,
+        Cards(_cards(served, spent, slo)),
+    ]
+    distributions = [
+        _distribution("Time to the first token", ttft, slo.ttft),
+        _distribution("Time per output token", {"TPOT": tpot}, slo.tpot),
+        _distribution("Time to the last token", {"E2E": measured.e2e}, slo.e2e),
+    ]
+    latencies = replace(tables.latencies(summary), title="")
+    classes = [tables.per_class(summary)] if summary.classes else []
+    sections = [
+        PageSection("times", "Times of requests", [latencies, *classes], "Times"),
+        PageSection("percentiles", "Percentiles", distributions),
+        PageSection("timelines", "Timelines", [_queue(served), _cache(served)]),
+        PageSection("engines", "Engines", [replace(tables.per_engine(served), title="")]),
+    ]
+    if compared := [table for table in compared if len(table)]:
+        text = (
+            "The same requests, as measured and as served here; errors are of the predicted "
+            "figures."
+        )
+        heading = "Compared with the measured log"
+        sections.insert(0, PageSection("compared", heading, [text, *compared], "Measured"))
+    return render(title, head, sections)
 
 
 def _cards(served: ServedRun, spent: ServingExpense, slo: Slo) -> list[Card]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import yaml
 
@@ -19,24 +19,14 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.texttable import Table
 from stagewright.time.simulate.step import SimulatedStep
+from stagewright.views.pages.html import Details, Paragraph, Part
 
 PAGE = "run.html"
 """The name of the page in the command that writes it again."""
 
 
-class Repeat(NamedTuple):
-    """The command and the settings, as a template takes them."""
-
-    command: str
-    """The command that writes the page; a run file comes first if no option says a setting."""
-    changed: Table
-    """Settings that differ from their defaults."""
-    every: Table
-    model: Table
-
-
-def asked(compiled: CompiledRun, step: SimulatedStep | None = None) -> Repeat:
-    """The command, the settings, and the fields of the model."""
+def repeat(compiled: CompiledRun, step: SimulatedStep | None = None) -> list[Part]:
+    """The command that writes the page, the settings, and the fields of the model."""
     run, model = compiled.run, compiled.model
     experiment = _experiment(run, step)
     unresolved = replace(experiment, run=run.unresolved(model)).values()
@@ -46,24 +36,26 @@ def asked(compiled: CompiledRun, step: SimulatedStep | None = None) -> Repeat:
         for name in given.keys() & unresolved.keys()
         if unresolved[name] != EXPERIMENT[name].default_of(run.framework)
     }
-    changed = {name: value for name, value in given.items() if name in chosen}
-    every = {
-        "setting": list(given),
-        "value": list(given.values()),
-        "": ["set" if name in chosen else "default" for name in given],
-    }
+    rows = [(name, value, "set" if name in chosen else "default") for name, value in given.items()]
+    changed = [row[:2] for row in rows if row[2] == "set"]
     values = {field.name: getattr(model, field.name) for field in fields(model)}
-    of_model = {
-        name: _value(value)
+    of_model = [
+        (name, _value(value))
         for name, value in values.items()
         if name not in ("name", "modules") and value not in (None, (), "", 0)
-    }
-    return Repeat(
-        command(run, experiment.cluster, experiment.execution),
-        Table("Settings that are not defaults", _columns("setting", changed)),
-        Table("All settings", every),
-        Table(f"Model {model.name}", _columns("field", of_model)),
+    ]
+    mesh = ", ".join(f"{axis}={size}" for axis, size in compiled.program.mesh.axes if size > 1)
+    layouts = (
+        f"The mesh: {mesh}. `stagewright show --graph` prints the layout of every value on it."
     )
+    return [
+        "This command makes the page again:",
+        Paragraph(command(run, experiment.cluster, experiment.execution), "command", "pre"),
+        *([layouts] if mesh else []),
+        Table.of_rows("Settings that are not defaults", ("setting", "value"), changed),
+        Details("All settings", [Table.of_rows("", ("setting", "value", ""), rows)]),
+        Details("The model", [Table.of_rows(f"Model {model.name}", ("field", "value"), of_model)]),
+    ]
 
 
 def _experiment(run: Run, step: SimulatedStep | None) -> Experiment:
@@ -90,11 +82,7 @@ def differing_settings(
     names = dict.fromkeys(name for of_run in values.values() for name in of_run)
     differ = [name for name in names if len({of.get(name) for of in values.values()}) > 1]
     columns = {run: [of.get(name, "") for name in differ] for run, of in values.items()}
-    return Table("Settings that differ", {"setting": differ, **columns})
-
-
-def _columns(name: str, values: Mapping[str, str]) -> dict[str, list[str]]:
-    return {name: [*values], "value": [*values.values()]}
+    return Table("", {"setting": differ, **columns})
 
 
 def _value(value: Any) -> str:
@@ -117,7 +105,15 @@ def command(
     >>> command(Run(model="gpt2"), ClusterSection(hardware="b200"), Execution(prefetch=2))
     'stagewright report gpt2 --hardware b200 --prefetch 2 -o run.html'
     """
-    values = _changed_settings(run, cluster, execution)
+    if cluster is None or cluster.hardware is None:
+        cluster, execution = ClusterSection(), None
+    values = {
+        name: value
+        for name, value in Experiment(run.unresolved(), cluster, execution or Execution())
+        .values()
+        .items()
+        if value != EXPERIMENT[name].default_of(run.framework)
+    }
     options = {name: option_words(EXPERIMENT[name], value) for name, value in values.items()}
     words = ["stagewright", "report", run.model]
     for option in options.values():
@@ -126,17 +122,6 @@ def command(
     # A terminal should be given no control characters; YAML escapes them.
     is_line = None not in options.values() and line.isprintable()
     return line if is_line else _with_run_file(run, values)
-
-
-def _changed_settings(
-    run: Run, cluster: ClusterSection | None, execution: Execution | None
-) -> dict[str, Any]:
-    """Settings that are not their default, by name; those of the machine if hardware is named."""
-    if cluster is None or cluster.hardware is None:
-        cluster, execution = ClusterSection(), None
-    values = Experiment(run.unresolved(), cluster, execution or Execution()).values()
-    defaults = {of.name: of.default_of(run.framework) for of in EXPERIMENT.values()}
-    return {n: v for n, v in values.items() if v != defaults[n]}
 
 
 def _with_run_file(run: Run, values: Mapping[str, Any]) -> str:

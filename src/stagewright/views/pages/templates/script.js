@@ -129,14 +129,4 @@
     });
     pre.appendChild(button);
   });
-
-  // Paper has no closed details.
-  var closed = [];
-  window.addEventListener('beforeprint', function () {
-    closed = all('details[data-print]:not([open])');
-    closed.forEach(function (each) { each.open = true; });
-  });
-  window.addEventListener('afterprint', function () {
-    closed.forEach(function (each) { each.open = false; });
-  });
 })();
