@@ -405,6 +405,33 @@ def _served(c: Compared) -> str:
     return f"{source}: {QUANTITIES[c.quantity]}"
 
 
+def kernels_in_traces() -> list[str]:
+    """Errors of kernels of published traces; and of their time, where each kernel counts."""
+    groups: dict[str, list[tuple[KernelRow, Prediction]]] = {}
+    for c in table("kernels"):
+        if c.source.startswith("TraceLens") and isinstance(c.row, KernelRow):
+            name = f"{c.source.split(', ')[1]}, {c.row.hardware}"
+            groups.setdefault(name, []).append((c.row, c.prediction))
+    lines: list[Line] = []
+    for name, rows in sorted(groups.items()):
+        e = statistics([prediction.error for _, prediction in rows])
+        measured, predicted = (
+            sum(row.count * us for row, us in zip((r for r, _ in rows), times, strict=True))
+            for times in zip(*((p.measured, p.predicted) for _, p in rows), strict=True)
+        )
+        cells = (
+            f"{e.rows}",
+            f"{sum(row.count for row, _ in rows):,}",
+            share(e.error),
+            signed(e.bias),
+        )
+        lines.append((name, *cells, f"{measured / 1000:.1f} ms", signed(predicted / measured - 1)))
+    return markdown(
+        "Kernel, GPU | >Shapes | >Kernels | >Error | >Bias | >Their time | >Error of their time",
+        lines,
+    )
+
+
 def _memory(c: Compared) -> str:
     quantity = c.quantity if c.quantity == BETWEEN_STEPS else f"peak, {c.quantity}"
     return f"{c.source.split(', ')[0]}: {quantity}"
@@ -541,6 +568,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "recorded": recorded,
     "memory": Grouped("Source, what was measured", ("memory",), _memory),
     "kernels": Grouped("Kernel", ("kernels",), lambda c: c.source),
+    "kernels-in-traces": kernels_in_traces,
     "programs": programs,
     "known": known,
     "refused": refused,

@@ -1,8 +1,9 @@
 """Predictions beside measured kernels and collectives: rows of `data/measured/kernels.csv`.
 
 Rows of aiconfigurator are held out: no constant was fitted to them. `benchmarks/fit_kernels.py`
-says which rows of the published tables they are. The largest messages of
-nccl-tests set bandwidths.
+says which rows of the published tables they are. The largest messages of nccl-tests set bandwidths.
+Rows of `recorded-kernels.csv` are medians of kernels in traces that others published
+(`benchmarks/recorded_kernels.py`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from stagewright.time.roofline import (
     training_attention_seconds,
 )
 
+RECORDED = "recorded-kernels.csv"
 ITEM = {"bf16": 2, "fp8": 1, "fp4": 0.5625}
 """Bytes of a value, with its share of a scale."""
 
@@ -41,6 +43,8 @@ class KernelRow(Row):
     dtype: str
     shape: str
     """Sizes, such as `m=8192 n=4096 k=512`."""
+    count: int = 1
+    """Kernels of which `measured` is the median."""
 
     @property
     def experiment(self) -> tuple[str, ...]:
@@ -71,8 +75,10 @@ def rows(source: str | None = None) -> list[KernelRow]:
             kernel=cells["kernel"],
             dtype=cells["dtype"],
             shape=cells["shape"],
+            count=int(cells.get("count", 1)),
         )
-        for cells in carried_cells("kernels.csv", source)
+        for name in ("kernels.csv", RECORDED)
+        for cells in carried_cells(name, source)
     ]
 
 
@@ -81,6 +87,9 @@ def _seconds(kernel: str, dtype: str, size: dict[str, int], on: Hardware) -> flo
         return _gemm(size, dtype, on)
     if kernel == "attention":
         return _attention(size, dtype, on)
+    if kernel == "moved":
+        traffic, work = _arrays(size["bytes"], 0)
+        return float(memory_seconds(traffic, work, on)[0])
     if kernel == "experts":
         return _experts(size, dtype, on)
     if kernel == "cached_attention":
@@ -120,9 +129,10 @@ def _gemm(size: dict[str, int], dtype: str, on: Hardware) -> float:
 def _attention(size: dict[str, int], dtype: str, on: Hardware) -> float:
     b, h, kv, q, k, d = (size[x] for x in ("batch", "heads", "kv_heads", "q", "k", "d"))
     shape = {"batch": b, "heads": h, "kv_heads": kv, "q": q, "k": k, "d": d, "v": d}
-    shape |= {"causal": 1, "window": 0}
+    shape |= {"causal": size.get("causal", 1), "window": 0}
     extents = {name: np.array([float(extent)]) for name, extent in shape.items()}
-    flops, traffic = _arrays(2 * b * h * q * k * d, 4 * b * (q * h + k * kv) * d)
+    work = (2 if shape["causal"] else 4) * b * h * q * k * d
+    flops, traffic = _arrays(work, 4 * b * (q * h + k * kv) * d)
     kernels = Kernels(extents, flops, traffic, dtype, np.array([False]))
     return float(training_attention_seconds(kernels, on, backward=False)[0])
 

@@ -45,6 +45,8 @@ for the launch if they take less than this share of one."""
 _BULK, _BRIEF = 0.8, 0.2
 """Share of a transfer that its bytes take, from which on it counts for the bandwidth, and up to
 which for the latency."""
+WIDEST = 0.35
+"""Spread beyond which a median is no figure of the machine, but of some kernels."""
 _GRAPH_US = 3.0
 """Interval of launches (us) below which they are not calls of operators but of a graph."""
 
@@ -109,11 +111,20 @@ class _Calibrating:
     figures: list[CalibratedFigure] = field(default_factory=list[CalibratedFigure])
     kept: list[str] = field(default_factory=list[str])
 
-    def set(self, key: str, value: float, base: float, ratios: Float, rests_on: str) -> None:
-        """Note a figure; `ratios`: measured over modelled times."""
+    def set(
+        self, key: str, value: float, base: float, ratios: Float, rests_on: str, number: int = 0
+    ) -> bool:
+        """Note a figure, unless its kernels differ too much; returns True if it is noted.
+
+        `ratios`: measured over modelled times; `number`: of kernels, where ratios are of several.
+        """
         low, high = np.quantile(ratios, [0.1, 0.9])
-        spread = float(high - low) / 2
-        self.figures.append(CalibratedFigure(key, base, value, len(ratios), spread, rests_on))
+        spread, number = float(high - low) / 2, number or len(ratios)
+        if spread > WIDEST:
+            self.keep(key, f"{number} kernels would say {value:.3g}, +-{spread:.0%}")
+            return False
+        self.figures.append(CalibratedFigure(key, base, value, number, spread, rests_on))
+        return True
 
     def keep(self, key: str, why: str) -> None:
         """Note a figure that stays that of the base."""
@@ -192,10 +203,12 @@ def _set_clocks(fit: _Calibrating, kernels: Iterable[Kernel]) -> None:
 
         clock = _solve(ratios, 0.05, 1.0)
         base = fit.hardware.clock_of(dtype)
-        if clock == 1.0 and np.median(ratios(1.0)) < 0.98:
-            faster = 1 - float(np.median(ratios(1.0)))
+        at_clock = ratios(clock)
+        faster = 1 - float(np.median(at_clock))
+        if clock == 1.0 and faster > 0.02:
             fit.keep(f"gemm.{dtype}", f"products are {faster:.0%} faster than at the full clock")
-        fit.set(key, clock, base, ratios(clock), "products that compute limits")
+        if not fit.set(key, clock, base, at_clock, "products that compute limits"):
+            continue
         clocks = {**fit.hardware.sustained_fraction, dtype: clock}
         fit.hardware = fit.hardware.model_copy(update={"sustained_fraction": clocks})
 
@@ -230,8 +243,8 @@ def _set_memory(fit: _Calibrating, kernels: Iterable[Kernel]) -> None:
     else:
         launch = float(np.median(brief))
         base = fit.hardware.kernel_launch_us
-        fit.set("kernel_launch_us", launch * 1e6, base, brief / launch, "kernels of few bytes")
-        fit.hardware = fit.hardware.model_copy(update={"kernel_launch_us": launch * 1e6})
+        if fit.set("kernel_launch_us", launch * 1e6, base, brief / launch, "kernels of few bytes"):
+            fit.hardware = fit.hardware.model_copy(update={"kernel_launch_us": launch * 1e6})
     large = (peak > _LARGE * launch) & (seconds > launch)
     if large.sum() < FEWEST:
         fit.keep(
@@ -247,8 +260,9 @@ def _set_memory(fit: _Calibrating, kernels: Iterable[Kernel]) -> None:
             f"{plural(len(shares), 'kernel', 'kernels')} read faster than memory is, from a cache",
         )
         return
-    fit.set("memory_bandwidth_fraction", share, base, share / shares, "kernels that move bytes")
-    fit.hardware = fit.hardware.model_copy(update={"memory_bandwidth_fraction": share})
+    what = "kernels that move bytes"
+    if fit.set("memory_bandwidth_fraction", share, base, share / shares, what):
+        fit.hardware = fit.hardware.model_copy(update={"memory_bandwidth_fraction": share})
 
 
 def _set_host(fit: _Calibrating, traces: Sequence[RankTrace]) -> None:
@@ -278,8 +292,8 @@ def _set_host(fit: _Calibrating, traces: Sequence[RankTrace]) -> None:
     factor, base = typical / LAUNCH_COSTS[mode].call, fit.hardware.host_factor
     shares = np.array(intervals) / 1000 / typical
     what = f"launches of products: {typical:.1f} us, beside {LAUNCH_COSTS[mode].call:g} of {mode}"
-    fit.set("host_factor", factor, base, shares, what)
-    fit.hardware = fit.hardware.model_copy(update={"host_factor": factor})
+    if fit.set("host_factor", factor, base, shares, what):
+        fit.hardware = fit.hardware.model_copy(update={"host_factor": factor})
 
 
 # ---- links ---------------------------------------------------------------------------------------
@@ -391,8 +405,9 @@ def _set_link(fit: _Calibrating, block: str, transfers: Sequence[_Transfer], wor
     for name, rows in chosen.items():
         if name in settled:
             value, shares, number = settled[name]
-            fit.set(f"{block}.{name}", value, getattr(base, name), shares, "transfers")
-            fit.figures[-1] = fit.figures[-1]._replace(kernels=number)
+            key, before = f"{block}.{name}", getattr(base, name)
+            if not fit.set(key, value, before, shares, "transfers", number):
+                fit.hardware = _with_link(fit.hardware, block, {name: before})
         elif rows or name != "in_network_fraction":
             size = "small" if name == "latency_us" else "large"
             fit.keep(f"{block}.{name}", f"fewer than {FEWEST} {size} transfers")

@@ -162,6 +162,11 @@ def _attention(op: TorchOp) -> tuple[Shape | None, str]:
     return None, ""
 
 
+_WRITTEN = {"copy_": 0.0, **dict.fromkeys(("mean", "sum", "all", "any", "amax"), 0.0)}
+"""Bytes of an op's output over those of its largest input, where these are not equal: a copy names
+its output as an input, a reduction has a small one; `cat` writes all that it reads."""
+
+
 def _moved(op: TorchOp) -> tuple[int, str]:
     """Bytes that an op reads, and as many as its largest input has for the output; data type."""
     for each in op.with_parents():
@@ -172,7 +177,9 @@ def _moved(op: TorchOp) -> tuple[int, str]:
         ]
         if sizes:
             largest, dtype = max(sizes)
-            return round(sum(size for size, _ in sizes) + largest), dtype
+            name, read = each.name.removeprefix("aten::"), sum(size for size, _ in sizes)
+            written = read if name == "cat" else largest * _WRITTEN.get(name, 1.0)
+            return round(read + written), dtype
     return 0, ""
 
 
