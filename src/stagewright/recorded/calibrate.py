@@ -12,12 +12,13 @@ import io
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Float
+from stagewright.arrays import Bool, Float
 from stagewright.graph.node import BYTES
 from stagewright.numbers import plural
 from stagewright.program.columns import COLLECTIVES
@@ -195,12 +196,7 @@ def _set_clocks(fit: _Calibrating, kernels: Iterable[Kernel]) -> None:
             fit.keep(key, f"{plural(len(seconds), 'product', 'products')} that compute limits")
             continue
 
-        def ratios(
-            clock: float, seconds: Float = seconds,
-            predicted: Callable[[float], Float] = predicted, sensitive: Any = sensitive,
-        ) -> Float:  # fmt: skip
-            return seconds / predicted(clock)[sensitive]
-
+        ratios = partial(_product_ratios, seconds, predicted, sensitive)
         clock = _solve(ratios, 0.05, 1.0)
         base = fit.hardware.clock_of(dtype)
         at_clock = ratios(clock)
@@ -211,6 +207,13 @@ def _set_clocks(fit: _Calibrating, kernels: Iterable[Kernel]) -> None:
             continue
         clocks = {**fit.hardware.sustained_fraction, dtype: clock}
         fit.hardware = fit.hardware.model_copy(update={"sustained_fraction": clocks})
+
+
+def _product_ratios(
+    seconds: Float, predicted: Callable[[float], Float], selected: Bool, clock: float
+) -> Float:
+    """Measured over modelled times of some products."""
+    return seconds / predicted(clock)[selected]
 
 
 def product_seconds(extents: Float, dtype: str, hardware: Hardware) -> Callable[[float], Float]:
