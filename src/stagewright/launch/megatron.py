@@ -648,9 +648,11 @@ def pattern_of(text: str) -> int | list[int] | None:
     >>> pattern_of("2"), pattern_of("([0]*2+[1]*3)"), pattern_of("__import__('os')")
     (2, [0, 0, 1, 1, 1], None)
     """
+    if len(text) > 40_000 or not re.fullmatch(r"[\d\s\[\],+*()]+", text):
+        return None
     try:
-        tree = ast.parse(text.strip(), mode="eval").body if len(text) <= 40_000 else None
-        value = None if tree is None else _list_of(tree)
+        tree = ast.parse(text.strip(), mode="eval").body
+        value = _list_of(tree)
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return None
     if isinstance(value, int):

@@ -27,7 +27,7 @@ from stagewright.files import read_text
 
 MOST_BYTES = 1 << 19
 """Size limit of a script, and of each file that it sources."""
-_MOST_STEPS = 20_000
+_MOST_STEPS = 40_000
 """Commands, words and turns of loops that are followed."""
 _MOST_TEXT = 1 << 22
 """Characters that expansions may make together."""
@@ -35,6 +35,8 @@ _DEEPEST = 30
 """Nested quotes, substitutions, functions and sourced files."""
 
 _MARK = re.compile("\0([^\0]*)\0")
+_PARAMETER = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
+_ARITHMETIC = re.compile(r"[\w\s+*/%()<>=!-]+")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _OPERATORS = ("&&", "||", ";;&", ";&", ";;", "&>>", "&>", ">>", ">&", "<<<", "<&", "<>", ">|", "|&",
@@ -285,6 +287,8 @@ class _Reader:
         """Words of the launcher whose `-c` is being read."""
         self.depth = self.steps = self.made = 0
         self.status: bool | None = True
+        self.assumed = False
+        """A command counts as successful since a loop began."""
         self.tokens: list[_Token] = []
 
     # -- limits
@@ -523,8 +527,11 @@ class _Reader:
         end, _ = self._condition(start, "do", False)
 
         def turns() -> Iterator[None]:
+            self.assumed = False
             while run and self._condition(start, "do", True)[1] is (not until):
                 yield
+                if self.assumed:  # that a command succeeds, which it does not for ever
+                    break
 
         return self._loop(end, turns())
 
@@ -608,6 +615,7 @@ class _Reader:
         ]
         if words[0] in _QUIET:
             return
+        self.assumed = True
         before, text = self.before, None
         if texts:
             self.before, text = (*before, *words[: texts[0][0]]), texts[0][1]
@@ -744,6 +752,7 @@ class _Reader:
         """Parts of a word, and if white space splits them; a list has a word for each item."""
         lexer, i = _Lexer(raw, self.path), 0
         while i < len(raw):
+            self._count()
             c = raw[i]
             end = i + 1 if quoted and c in "'\"" else lexer.unit_end(i, 0)
             unit = raw[i:end]
@@ -765,8 +774,8 @@ class _Reader:
                 yield not quoted, self._output(unit[2:-1])
             elif unit.startswith("${"):
                 yield from self._parameter(unit[2:-1], quoted)
-            elif c == "$" and (name := re.match(r"[A-Za-z_]\w*|[0-9@*#?$!-]", raw[i + 1 :])):
-                end = i + 1 + name.end()
+            elif c == "$" and (name := _PARAMETER.match(raw, i + 1)):
+                end = name.end()
                 yield from self._parameter(name[0], quoted)
             elif c == "$" and raw.startswith("$'", i):
                 end = lexer.unit_end(i + 1, 0)
@@ -937,6 +946,8 @@ class _Reader:
         source = re.sub(r"!(?!=)", " not ", source).strip()
         if not source:
             return "0"
+        if not _ARITHMETIC.fullmatch(source) or re.search(r"\b\d+[A-Za-z_]", source):
+            return unknown(f"$(({source[:40]}))")
         try:
             tree = ast.parse(source, mode="eval") if len(source) <= 400 else None
         except (SyntaxError, ValueError, MemoryError, RecursionError):

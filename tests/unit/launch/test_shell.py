@@ -36,6 +36,8 @@ def words(text: str, **given: str) -> list[str]:
         ("for i in 1 2 3; do A+=\"$i,\"; done\nrun $A", "run 1,2,3,"),
         ("for ((i=0; i<3; i++)); do A+=($i); done\nrun ${A[@]}", "run 0 1 2"),
         ("f() { X=$1; }\nf 7\nrun $X", "run 7"),
+        ("while kill -0 $P; do A+=x; done\nrun $A", "run x"),
+        ("N=0\nuntil [ $N -ge 3 ]; do N=$((N+1)); done\nrun $N", "run 3"),
         ("[ -z $OUT ] && X=1\n[ -n \"$OUT\" ] || Y=2\nrun $X $Y", "run 1 2"),
         ("cat <<EOF\nrun no\nEOF\nrun yes", "run yes"),
         ("F=a/b.t.gz\nrun ${F##*/} ${F%%.*} ${F%.gz} ${F/b/x}", "run b.t.gz a/b a/b.t a/x.t.gz"),
@@ -97,6 +99,8 @@ HOSTILE = {
     "open if": "if true; then run",
     "stray": "run )",
     "nul": "run \0A\0",
+    "dollars": "run " + "$" * 500_000,
+    "backquotes": "run " + "`" * 500_000,
     "glob": "X=" + "a" * 4000 + "\nrun ${X##" + "*a" * 90 + "b}",
 }
 
