@@ -246,6 +246,9 @@ class _Rank:
             node = self._node_of[id(kernel)]
             if kernel.call is None:
                 node.not_before = node.start
+                if previous is not None:
+                    gap = min(kernel.start - previous.end, 0)
+                    node.after.append(Dependency(self._node_of[id(previous)], gap, STREAM))
                 continue
             gap = self._link_kernel(node, kernel, previous, waits.get(id(kernel), ()))
             if previous is not None and gap is not None:

@@ -8,7 +8,8 @@ import click
 
 from stagewright.cli import output
 from stagewright.cli.command import Entry, command
-from stagewright.cli.options import FORCE, output_file
+from stagewright.cli.option_types import WholeNumber
+from stagewright.cli.options import FORCE, check_output, forced, output_file
 from stagewright.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,11 +18,13 @@ if TYPE_CHECKING:
 
 @command
 @click.argument("source", metavar="FILE.py:FACTORY")
-@output_file(
+@click.option(
     "-o",
     "--out",
     required=True,
-    help="The file to write: FILE.stg for a module, FILE.bundle for the graph of one rank.",
+    metavar="FILE",
+    help="The file to write: FILE.stg for a module, FILE.bundle for the graph of one rank; for "
+    "traces of the profiler a directory.",
 )
 @FORCE
 @click.option("--static", is_flag=True, help="Keep the example's sizes, all but the batch.")
@@ -53,6 +56,8 @@ if TYPE_CHECKING:
     help="Load a .pt2 file that holds more than a graph and tensors. Loading it may run commands "
     "of its author.",
 )
+@click.option("--step", type=WholeNumber(0), metavar="N", help="Of a trace: only ProfilerStep#N.")
+@click.option("--annotation", metavar="NAME", help="Of a trace: only this record_function.")
 def import_(
     source: str,
     out: str,
@@ -62,6 +67,8 @@ def import_(
     loss: bool | None,
     recording: str | None,
     trust: bool,
+    step: int | None,
+    annotation: str | None,
 ) -> None:
     """Write a PyTorch module as a model in text, which any command takes as MODEL.
 
@@ -72,12 +79,25 @@ def import_(
     group (and its DeviceMesh, if there is one): the graph of one rank, which is written as a bundle
     that show, simulate, diff and expand read. FILE.py runs as any Python file. A .pt2 file is a
     program too: import reads its graph and tensors only, and refuses files that need more unless
-    --trust is given. Needs PyTorch, except for recordings: pip install 'stagewright[torch]'.
+    --trust is given. Needs PyTorch, except for recordings and traces: pip install
+    'stagewright[torch]'.
+
+    A trace of PyTorch's profiler (Kineto's JSON; an archive or a folder of these, one per rank) is
+    written as a directory of Chakra traces, a file per rank, with measured durations.
     """
     from stagewright.files import write_text
     from stagewright.imports.sources import model_of, recorded
     from stagewright.imports.translate import Options, translate
+    from stagewright.recorded.read import is_trace
 
+    if is_trace(source):
+        _write_trace(source, out, step, annotation)
+        return
+    if step is not None or annotation is not None:
+        raise UserError(
+            f"{source}: is no trace of PyTorch's profiler; drop --step and --annotation"
+        )
+    check_output(out, {})
     if not out.endswith((".stg", ".bundle")):
         raise UserError(f"--out is {out!r}, expected a file that ends with .stg or .bundle")
     traced = recorded(source, static=static, trust=trust)
@@ -125,6 +145,28 @@ def _write_rank(traced: Recording, out: str) -> None:
     )
 
 
+def _write_trace(source: str, out: str, step: int | None, annotation: str | None) -> None:
+    """Write a recorded step as Chakra traces."""
+    from stagewright.numbers import many
+    from stagewright.recorded.read import read_traces
+    from stagewright.recorded.to_program import program_of
+    from stagewright.time.astra_sim import BYTES_PER_NS, with_least_bytes
+    from stagewright.trace.write import write
+
+    if step is not None and annotation is not None:
+        raise UserError("both --step and --annotation are given; wanted one of them")
+    traces = read_traces([source], step, annotation)
+    program, notes = program_of(traces)
+    program = with_least_bytes(program, BYTES_PER_NS)  # else a first kernel takes no time there
+    origin = {"files": [trace.path for trace in traces], "step": step, "annotation": annotation}
+    write(program, out, manifest={"profiler": origin}, force=forced())
+    output.show_notes(notes)
+    tasks = sum(len(rank_class.tasks) for rank_class in program.classes)
+    recorded = many(len(traces), "recorded rank", "recorded ranks")
+    ranks = many(program.mesh.world_size, "rank", "ranks")
+    output.say(f"{out}: {many(tasks, 'task', 'tasks')} of {recorded}, written as {ranks}")
+
+
 import_.name = "import"
 
 ENTRY = Entry(
@@ -133,5 +175,6 @@ ENTRY = Entry(
     (
         "stagewright import model.py:factory -o model.stg",
         "stagewright import exported.pt2 -o model.stg --approximate",
+        "stagewright import trace.json.gz --step 6 -o recorded",
     ),
 )
