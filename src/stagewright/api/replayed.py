@@ -24,8 +24,10 @@ class Replay(PublicResult):
 
     Attributes (seconds from the first start to the last end of kernels on the GPUs):
 
-    * `recorded`, `replayed`: as recorded, and executed again.
-    * `linked`: executed again by the dependencies alone, without waits that they do not explain.
+    * `recorded`, `replayed`: as recorded, and executed again with every delay that was recorded;
+      without a change these are equal, where the trace holds together.
+    * `linked`: executed again by the dependencies alone: each kernel starts a typical delay after
+      what it waits for. Its distance to `recorded` says how much of the step is understood.
     * `changed`: with the change; None if there is none.
     * `notes`: what the traces lack, and what was assumed.
 
@@ -52,7 +54,7 @@ class Replay(PublicResult):
 
     @property
     def linked(self) -> float:
-        """Seconds as replayed without unexplained waits."""
+        """Seconds as replayed by the dependencies alone."""
         return self._replayed.linked.span / 1e9
 
     @property

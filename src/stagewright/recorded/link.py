@@ -23,7 +23,7 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -76,8 +76,8 @@ class StepGraph:
 
     traces: Sequence[RankTrace]
     nodes: list[StepNode]
-    launch_delay: dict[int, int]
-    """Least delay of a launch (ns), by rank."""
+    typical: Mapping[int, Sequence[int]]
+    """Median delay of kernels by what they were bound by, by rank: of `HOST` none."""
     inferred: int
     """Kernels that wait for a kernel of another stream by their times alone."""
 
@@ -102,7 +102,7 @@ def link(traces: Sequence[RankTrace]) -> StepGraph:
     return StepGraph(
         traces,
         nodes,
-        {linked.trace.rank: linked.least_delay for linked in links},
+        {linked.trace.rank: linked.typical() for linked in links},
         sum(linked.inferred for linked in links),
     )
 
@@ -114,6 +114,7 @@ class _Rank:
         self.trace = trace
         self.nodes: list[StepNode] = []
         self.inferred = 0
+        self._delays: tuple[list[int], ...] = ([0], [], [], [])  # of kernels, by what bound them
         self._made: dict[int, StepNode] = {}  # by call: the node that ends as it is made
         self._launched: dict[int, tuple[list[int], list[Kernel]]] = {}  # by stream
         for kernel in sorted(trace.kernels, key=_launch):
@@ -238,7 +239,6 @@ class _Rank:
     def _link_kernels(self) -> None:
         waits = self._stream_waits()
         before: dict[tuple[int, int], Kernel] = {}
-        gaps: list[int] = []  # of kernels that started when their stream let them
         others: list[tuple[StepNode, Kernel]] = []  # with the kernel before them
         for kernel in self.trace.kernels:
             previous = before.get((kernel.device, kernel.stream))
@@ -252,11 +252,11 @@ class _Rank:
                 continue
             gap = self._link_kernel(node, kernel, previous, waits.get(id(kernel), ()))
             if previous is not None and gap is not None:
-                gaps.append(gap)
+                self._delays[STREAM].append(gap)
                 node.after.append(Dependency(self._node_of[id(previous)], gap, STREAM))
             elif previous is not None:
                 others.append((node, previous))
-        typical = statistics.median_low(gaps) if gaps else 0
+        typical = self.typical()[STREAM]
         for node, previous in others:
             assert node.kernel is not None
             room = node.kernel.start - node.unexplained - previous.end
@@ -292,8 +292,16 @@ class _Rank:
             Dependency(self._node_of[id(event)], max(late, 0), EVENT) for event in events
         ]
         delay = self.least_delay + (late if bound_by_launch else 0)
+        if bound_by_launch:
+            self._delays[LAUNCH].append(delay)
+        elif events and not bound_by_stream:
+            self._delays[EVENT].append(late)
         node.after.append(Dependency(self._made[id(call)], delay, LAUNCH))
         return late if bound_by_stream else None
+
+    def typical(self) -> list[int]:
+        """Median delay of kernels by what they were bound by."""
+        return [statistics.median_low(delays) if delays else 0 for delays in self._delays]
 
     def _stream_waits(self) -> dict[int, list[Kernel]]:
         """Kernels of other streams that a kernel waits for by recorded events, by its id."""

@@ -76,16 +76,10 @@ def _no_kernels(label: str, events: TraceEvents, window: str | None) -> str:
 
 def is_trace(path: str | Path) -> bool:
     """Return True for a file, an archive or a folder with a trace, judged by its content."""
-    path = Path(path)
     try:
-        if path.is_dir():
-            return any(_named_as_trace(file.name) for file in path.iterdir())
-        for _, stream in _files(path):
-            head = stream.read(1 << 16)
-            return b'"traceEvents"' in head or b'"schemaVersion"' in head
+        return any(_is_kineto(stream) for _, stream in _files(Path(path)))
     except (UserError, OSError):
-        pass
-    return False
+        return False
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -103,7 +97,8 @@ def _files(path: Path) -> Iterator[tuple[str, io.BufferedReader]]:
         if not members:
             raise UserError(f"{path}: no {', '.join(SUFFIXES[:2])} in this folder; wanted {WANTED}")
         for member in members:
-            yield from _files(member)
+            # Beside the traces there may be others, such as a manifest.
+            yield from ((label, file) for label, file in _files(member) if _is_kineto(file))
         return
     try:
         with open_regular(path) as file:
@@ -128,10 +123,21 @@ def _is_tar(content: io.BufferedReader) -> bool:
     return _peek(content)[257:262] == b"ustar"
 
 
+def _is_kineto(content: io.BufferedReader) -> bool:
+    """Return True if a file begins as a trace does; also a damaged one, which reading refuses."""
+    head = _peek(content)
+    return not head or _is_perfetto(head) or b'"traceEvents"' in head or b'"schemaVersion"' in head
+
+
+def _is_perfetto(head: bytes) -> bool:
+    """Return True for the first bytes of Perfetto's messages: a key of field 1, no JSON after."""
+    return head[:1] == b"\x0a" and head.lstrip()[:1] not in (b"{", b"[", b"")
+
+
 def _peek(content: io.BufferedReader) -> bytes:
     """The first bytes; none of damaged ones: reading says what is wrong."""
     try:
-        return content.peek(512)[:512]
+        return content.peek(1 << 16)
     except (OSError, EOFError, zlib.error):
         return b""
 
@@ -222,8 +228,7 @@ class _Text:
 
 def _read_events(label: str, stream: io.BufferedReader) -> TraceEvents:
     """Everything that is kept of one file."""
-    head = _peek(stream)
-    if head[:1] == b"\x0a" and head.lstrip()[:1] not in (b"{", b"[", b""):
+    if _is_perfetto(_peek(stream)):
         return TraceEvents.of(label, {}, perfetto_events(label, stream))
     text = _Text(label, stream)
     header: dict[str, Any] = {}

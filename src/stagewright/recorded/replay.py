@@ -53,8 +53,12 @@ class NodeTimes(NamedTuple):
     end: list[int]
 
 
-def execute(graph: StepGraph, change: Change = NO_CHANGE, *, unexplained: bool = True) -> NodeTimes:
-    """Execute the graph; without `unexplained`, kernels start as soon as their links let them."""
+def execute(graph: StepGraph, change: Change = NO_CHANGE, *, typical: bool = False) -> NodeTimes:
+    """Execute the graph; with `typical`, by its links alone.
+
+    Then the delay of a kernel is that of the median kernel of its rank, not its own, and it waits
+    for nothing that its links do not explain.
+    """
     starts, ends = [0] * len(graph.nodes), [0] * len(graph.nodes)
     for index, node in enumerate(graph.nodes):
         if node.members:
@@ -68,8 +72,10 @@ def execute(graph: StepGraph, change: Change = NO_CHANGE, *, unexplained: bool =
             for before, delay, why in node.after:
                 if change.without_host and why in (HOST, LAUNCH):
                     delay = 0
+                elif typical and why != HOST:
+                    delay = graph.typical[node.rank][why]
                 start = max(start, ends[before.index] + delay)
-            if unexplained and node.unexplained:
+            if node.unexplained and not typical:
                 start = max(start, node.not_before) + node.unexplained
         starts[index] = start
         ends[index] = start + _duration(node, change)
@@ -132,7 +138,7 @@ class Replayed:
     recorded: Spans
     replayed: Spans
     linked: Spans
-    """Replayed without unexplained waits."""
+    """Replayed by the links alone, with typical delays."""
     change: Change
     changed: Spans | None
     """None: there is no change."""
@@ -184,14 +190,14 @@ def replay(traces: Sequence[RankTrace], change: Change = NO_CHANGE) -> Replayed:
             raise UserError(f"scale {family!r}: wanted one of {', '.join(FAMILIES)}{hint}")
     graph = link(traces)
 
-    def run(change: Change, unexplained: bool = True) -> Spans:
-        return Spans.of(graph, execute(graph, change, unexplained=unexplained))
+    def run(change: Change, *, typical: bool = False) -> Spans:
+        return Spans.of(graph, execute(graph, change, typical=typical))
 
     return Replayed(
         graph=graph,
         recorded=Spans.of(graph, recorded(graph)),
         replayed=run(NO_CHANGE),
-        linked=run(NO_CHANGE, unexplained=False),
+        linked=run(NO_CHANGE, typical=True),
         change=change,
         changed=None if change == NO_CHANGE else run(change),
     )

@@ -56,6 +56,7 @@ def ranks_table(replayed: Replayed) -> Table:
         columns["kernels"].append(len(trace.kernels))
         columns["recorded"].append(replayed.recorded.of_rank[trace.rank] / 1e9)
         columns["replayed"].append(replayed.replayed.of_rank[trace.rank] / 1e9)
+        columns["linked"].append(replayed.linked.of_rank[trace.rank] / 1e9)
         if replayed.changed is not None:
             columns["changed"].append(replayed.changed.of_rank[trace.rank] / 1e9)
         columns["idle"].append(_idle(trace.kernels) / 1e9)

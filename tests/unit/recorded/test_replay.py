@@ -150,8 +150,8 @@ def test_random_steps_replay_as_recorded(tmp_path: Path) -> None:
         times = execute(graph)
         late = [abs(times.start[n.index] - n.start) for n in graph.nodes if n.kernel]
         assert max(late) == 0, seed
-        faster = execute(graph, unexplained=False)
-        assert all(a <= b for a, b in zip(faster.end, times.end, strict=True))
+        linked = execute(graph, typical=True)
+        assert max(linked.end) <= 1.2 * max(times.end)
 
 
 @cases
