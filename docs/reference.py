@@ -420,6 +420,7 @@ PRINTED = {
     "verify": "verify traces --json",
     "inspect": "inspect traces/workload.0.et --json",
     "diff": "diff traces again --json",
+    "replay": "replay recorded --link x2 --json",
     "validate": "validate --source nccl-tests --json",
 }
 """What prints JSON that is alike on every machine."""
@@ -447,6 +448,7 @@ def keys() -> str:
         toy = "generate gpt2 --layers 2 --seq-length 64 --tp 2"
         printed(f"{toy} -o traces")
         printed(f"{toy} --no-fuse -o again")
+        printed(f"{toy} --format kineto --hardware h100-sxm --ranks 0-1 -o recorded")
         for title, line in PRINTED.items():
             found = json.loads(printed(line))
             if title == "models":

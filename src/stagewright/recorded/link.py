@@ -12,8 +12,8 @@
   later than all this explains, just after a kernel of another stream, waits for that kernel:
   profilers record events only if told to. What then remains is *unexplained*: work that was not
   recorded, of the driver or before the window. It is kept as it was, and counted.
-- A collective of several recorded ranks ends on each of them as long after the last rank has come
-  as it was recorded to.
+- A collective of several recorded ranks, or a message between two, ends on each of them as long
+  after the last rank has come as it was recorded to.
 
 Kernels without a call were launched before the window and start when they were recorded to start.
 """
@@ -25,11 +25,12 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from stagewright.numbers import plural
 from stagewright.recorded.rank import Kernel, RankTrace, RuntimeCall
-from stagewright.recorded.ranks import instances
+from stagewright.recorded.ranks import instances, messages
 
 IDLE = 1_000_000
 """ns; a thread idle for longer waits for another thread: no Python of a training loop takes so long
@@ -87,14 +88,13 @@ def link(traces: Sequence[RankTrace]) -> StepGraph:
     links = [_Rank(trace) for trace in traces]
     nodes = [node for linked in links for node in linked.nodes]
     kernel_nodes = {id(node.kernel): node for node in nodes if node.kernel is not None}
-    for instance in instances(traces):
+    for instance in (*instances(traces), *messages(traces)):
         members = [kernel_nodes[id(kernel)] for kernel in instance.values()]
         last = max(members, key=lambda node: node.start)
         members = [node for node in members if node.start + node.duration >= last.start]
         if len(members) > 1:
             nodes.append(StepNode(last.rank, last.start, 0, members=tuple(members)))
-    # At one time the host goes first, then kernels, then meetings of kernels.
-    nodes.sort(key=lambda node: (node.start, 2 if node.members else int(node.kernel is not None)))
+    nodes = _ordered(nodes)
     for index, node in enumerate(nodes):
         node.index = index
     for node in nodes:
@@ -105,6 +105,43 @@ def link(traces: Sequence[RankTrace]) -> StepGraph:
         {linked.trace.rank: linked.typical() for linked in links},
         sum(linked.inferred for linked in links),
     )
+
+
+def _ordered(nodes: Sequence[StepNode]) -> list[StepNode]:
+    """Nodes after what they wait for, else by time; a circle is cut at its earliest node."""
+    meeting_of = {id(member): node for node in nodes for member in node.members}
+    followers: dict[int, list[int]] = defaultdict(list)  # by id: positions in `nodes`
+    missing = [0] * len(nodes)
+    for position, node in enumerate(nodes):
+        needed = {id(member) for member in node.members}
+        for entry in node.after:
+            needed.add(id(entry.node))
+            # What follows one kernel of a meeting follows the meeting.
+            needed.add(id(meeting_of.get(id(entry.node), entry.node)))
+        missing[position] = len(needed)
+        for key in needed:
+            followers[key].append(position)
+    by_time = sorted(range(len(nodes)), key=lambda position: nodes[position].start)
+    place = {position: rank for rank, position in enumerate(by_time)}
+    ready = [place[position] for position in range(len(nodes)) if not missing[position]]
+    heapify(ready)
+    ordered: list[StepNode] = []
+    done = [False] * len(nodes)
+    earliest = iter(by_time)
+    while len(ordered) < len(nodes):
+        if ready:
+            position = by_time[heappop(ready)]
+        else:
+            position = next(position for position in earliest if not done[position])
+        if done[position]:
+            continue
+        done[position] = True
+        ordered.append(nodes[position])
+        for follower in followers[id(nodes[position])]:
+            missing[follower] -= 1
+            if not missing[follower] and not done[follower]:
+                heappush(ready, place[follower])
+    return ordered
 
 
 class _Rank:
@@ -153,10 +190,6 @@ class _Rank:
         trace, calls = self.trace, self.trace.calls
         by_end = sorted(calls, key=lambda call: call.end)
         ends = [call.end for call in by_end]
-        least: dict[str, int] = {}  # ns of a call of this name that need not wait
-        for call in calls:
-            duration = call.end - call.start
-            least[call.name] = min(duration, least.get(call.name, duration))
         before: dict[str, RuntimeCall] = {}  # by thread
         returned: dict[int, tuple[StepNode, int]] = {}  # by call: what a segment follows
         for call in calls:
@@ -179,13 +212,11 @@ class _Rank:
             returned[id(call)] = segment, call.start
             awaited = self._awaited(call)
             if awaited:
-                last = max(kernel.end for kernel in awaited)
+                # It returns as long after what it waits for, or after it was made.
+                delay = call.end - max(kernel.end for kernel in awaited)
                 wait = self._add(StepNode(trace.rank, call.end, 0))
-                wait.after = [Dependency(segment, least[call.name], HOST)]
-                wait.after += [
-                    Dependency(self._node_of[id(kernel)], call.end - last, HOST)
-                    for kernel in awaited
-                ]
+                nodes = [segment, *(self._node_of[id(kernel)] for kernel in awaited)]
+                wait.after = [Dependency(node, delay, HOST) for node in nodes]
                 returned[id(call)] = wait, call.end
             before[call.thread] = call
 

@@ -53,7 +53,7 @@ def _put(args: dict[str, Any], key: str, value: Any) -> None:
     >>> _put(args, "args.Input Dims[0][0]", 8); _put(args, "args.Input Dims[0][1]", 4); args
     {'Input Dims': [[8, 4]]}
     """
-    name = key.removeprefix("args.").removeprefix("debug.")
+    name = key.removeprefix("debug.").removeprefix("args.")
     indices = [int(index) for index in _INDEX.findall(name)]
     name = name.split("[", 1)[0]
     if not indices:

@@ -1,4 +1,4 @@
-"""Several ranks of a job: one clock, and transfer and waiting of each collective.
+"""Several ranks of a job: one clock, and transfer and waiting of each collective and message.
 
 All ranks of a collective end it together. So the clocks of two machines differ by the median
 difference of these ends; and the rank that was last to come has the least duration, which is the
@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 from stagewright.errors import UserError
 from stagewright.numbers import plural, spans
@@ -64,6 +64,29 @@ def instances(traces: Sequence[RankTrace]) -> list[Instance]:
     return found
 
 
+def messages(traces: Sequence[RankTrace]) -> list[Instance]:
+    """The messages that both ends recorded: the n-th send to a rank is its n-th receive."""
+    ranks = {trace.rank for trace in traces}
+    ends: dict[tuple[int, int], tuple[list[Kernel], list[Kernel]]] = {}
+    for trace in traces:
+        for kernel in trace.kernels:
+            comm = kernel.comm
+            if comm is not None and comm.kind in ("send", "recv") and comm.peer in ranks:
+                sends = comm.kind == "send"
+                pair = (trace.rank, comm.peer) if sends else (comm.peer, trace.rank)
+                ends.setdefault(pair, ([], []))[not sends].append(kernel)
+    return [
+        {source: send, target: receive}
+        for (source, target), (sent, received) in ends.items()
+        if [_bytes(kernel) for kernel in sent] == [_bytes(kernel) for kernel in received]
+        for send, receive in zip(sent, received, strict=True)
+    ]
+
+
+def _bytes(kernel: Kernel) -> int:
+    return kernel.comm.bytes if kernel.comm else 0
+
+
 def _matched(by_rank: dict[int, list[Kernel]]) -> Iterator[Instance]:
     """Collectives of one group; a window may begin or end in the middle on some ranks."""
     (rank, first), *others = by_rank.items()
@@ -100,15 +123,41 @@ def _agree(first: Sequence[Kernel], second: Sequence[Kernel]) -> bool:
 
 def _align(traces: Sequence[RankTrace]) -> None:
     """Shift each rank's clock to that of the first, and set the transfer of each collective."""
+    collectives, pairs = instances(traces), messages(traces)
+    aligned = {traces[0].rank}
+    for shared in (collectives, pairs):
+        _shift_clocks(traces, shared, aligned)
+    missing = [trace.rank for trace in traces if trace.rank not in aligned]
+    if missing:
+        traces[0].notes.append(
+            f"ranks {spans(missing)} share no transfer with rank {traces[0].rank}: their clocks "
+            "are taken as recorded"
+        )
+    offsets = {trace.rank: trace.clock_offset for trace in traces}
+    for instance in (*collectives, *pairs):
+        # A message that was sent before it was asked for takes the time of its sender.
+        last = max(kernel.start + offsets[rank] for rank, kernel in instance.items())
+        sent = [k.duration for rank, k in instance.items() if k.end + offsets[rank] < last]
+        transfer = min(sent or [kernel.duration for kernel in instance.values()])
+        for kernel in instance.values():
+            assert kernel.comm is not None
+            kernel.comm.transfer = transfer
+    partial = sum(len(i) < max(k.comm.size for k in i.values() if k.comm) for i in collectives)
+    if partial:
+        traces[0].notes.append(
+            f"{plural(partial, 'collective has', 'collectives have')} ranks that were not read: "
+            "their transfer is an upper bound"
+        )
+
+
+def _shift_clocks(traces: Sequence[RankTrace], shared: list[Instance], aligned: set[int]) -> None:
+    """Shift clocks by the ends of transfers that ranks share with aligned ones; adds to these."""
     by_rank = {trace.rank: trace for trace in traces}
-    found = instances(traces)
     differences: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for instance in found:
-        for a in instance:
-            for b in instance:
-                if a != b:
-                    differences[a, b].append(instance[a].end - instance[b].end)
-    aligned, waiting = {traces[0].rank}, [traces[0].rank]
+    for instance in shared:
+        for a, b in permutations(instance, 2):
+            differences[a, b].append(instance[a].end - instance[b].end)
+    waiting = sorted(aligned)
     while waiting:
         a = waiting.pop(0)
         for b, trace in by_rank.items():
@@ -117,20 +166,3 @@ def _align(traces: Sequence[RankTrace]) -> None:
                 trace.clock_offset = by_rank[a].clock_offset + shift
                 aligned.add(b)
                 waiting.append(b)
-    missing = sorted(set(by_rank) - aligned)
-    if missing:
-        traces[0].notes.append(
-            f"ranks {spans(missing)} share no collective with rank {traces[0].rank}: their clocks "
-            "are taken as recorded"
-        )
-    for instance in found:
-        least = min(kernel.duration for kernel in instance.values())
-        for kernel in instance.values():
-            assert kernel.comm is not None
-            kernel.comm.transfer = least
-    partial = sum(len(i) < max(k.comm.size for k in i.values() if k.comm) for i in found)
-    if partial:
-        traces[0].notes.append(
-            f"{plural(partial, 'collective has', 'collectives have')} ranks that were not read: "
-            "their transfer is an upper bound"
-        )

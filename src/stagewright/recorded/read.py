@@ -105,6 +105,8 @@ def _files(path: Path) -> Iterator[tuple[str, io.BufferedReader]]:
             content = _decompressed(file)
             if _is_tar(content):
                 yield from _members(str(path), content)
+            elif path.stat().st_size > MOST_BYTES:
+                raise _too_large(str(path))
             else:
                 yield str(path), content
     except OSError as error:
@@ -161,6 +163,13 @@ def _members(label: str, content: io.BufferedReader) -> Iterator[tuple[str, io.B
 # ---- JSON ----------------------------------------------------------------------------------------
 
 
+def _too_large(label: str) -> UserError:
+    return UserError(
+        f"{label}: over {MOST_BYTES >> 30} GiB of JSON; wanted fewer steps, or a recording without "
+        "stacks (with_stack=False)"
+    )
+
+
 class _Text:
     """JSON text read in pieces, with the place up to which it is parsed."""
 
@@ -181,10 +190,7 @@ class _Text:
             raise UserError(f"{self.label}: cannot be decompressed: {error}") from None
         self._size += len(content)
         if self._size > MOST_BYTES:
-            raise UserError(
-                f"{self.label}: over {MOST_BYTES >> 30} GiB of JSON; wanted fewer steps, or a "
-                "recording without stacks (with_stack=False)"
-            )
+            raise _too_large(self.label)
         self._buffer, self._at = rest + self._decode(content, final=not content), 0
         return bool(content)
 

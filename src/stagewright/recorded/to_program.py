@@ -12,7 +12,7 @@ One rank stands for all ranks of its job; several must be all of them.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -38,7 +38,7 @@ from stagewright.program.columns import (
 from stagewright.program.communicators import Communicator, Peer
 from stagewright.recorded.link import LAUNCH, StepGraph, StepNode, link
 from stagewright.recorded.rank import Kernel, RankTrace
-from stagewright.recorded.ranks import instances
+from stagewright.recorded.ranks import instances, messages
 
 AXIS = "rank"
 """The only axis of the mesh: groups and peers of recorded ranks are tables."""
@@ -262,22 +262,13 @@ def _collective_sizes(traces: Sequence[RankTrace]) -> dict[int, int]:
 
 
 def _tags(traces: Sequence[RankTrace]) -> dict[int, int]:
-    """Number of each message that both of its ranks recorded, by kernel."""
-    kernels: dict[tuple[int, int], tuple[list[Kernel], list[Kernel]]] = defaultdict(
-        lambda: ([], [])
-    )
-    for trace in traces:
-        for kernel in trace.kernels:
-            comm = kernel.comm
-            if comm is not None and comm.peer >= 0 and comm.kind in ("send", "recv"):
-                sends = comm.kind == "send"
-                ends = (trace.rank, comm.peer) if sends else (comm.peer, trace.rank)
-                kernels[ends][not sends].append(kernel)
+    """Number of each message among those from one rank to another, by kernel."""
     tags: dict[int, int] = {}
-    for sends, receives in kernels.values():
-        if [k.comm.bytes for k in sends if k.comm] == [k.comm.bytes for k in receives if k.comm]:
-            for tag, pair in enumerate(zip(sends, receives, strict=True)):
-                tags |= dict.fromkeys(map(id, pair), tag)
+    count: Counter[tuple[int, ...]] = Counter()
+    for message in messages(traces):
+        ends = tuple(message)
+        tags |= dict.fromkeys(map(id, message.values()), count[ends])
+        count[ends] += 1
     return tags
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import sys
 import tarfile
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -147,3 +149,41 @@ def test_events_alone_and_text_in_strings(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text("\n" + json.dumps(step.events, ensure_ascii=False).replace("\\t", "\t"))
     assert len(only(path).kernels) == 1
+
+
+class Processor:
+    """A trace processor that knows one kernel and its call."""
+
+    def __init__(self, trace: object) -> None:
+        assert trace is not None
+
+    def __enter__(self) -> Processor:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def query(self, text: str) -> list[SimpleNamespace]:
+        if "from args" in text:
+            numbers = [(1, "args.correlation", 5), (2, "args.correlation", 5)]
+            numbers += [(2, "args.stream", 7)]
+            none = {"string_value": None, "real_value": None}
+            return [SimpleNamespace(id=i, key=k, int_value=v, **none) for i, k, v in numbers]
+        call = SimpleNamespace(
+            name="cudaLaunchKernel", cat="cuda_runtime", ts=1000, dur=500, args=1
+        )
+        kernel = SimpleNamespace(name="gemm", cat="kernel", ts=9000, dur=2000, args=2)
+        for slice_ in (call, kernel):
+            slice_.pid, slice_.tid = 1, 1
+        return [call, kernel]
+
+
+def test_perfetto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("perfetto.trace_processor")
+    module.TraceProcessor = Processor  # pyright: ignore
+    monkeypatch.setitem(sys.modules, "perfetto", ModuleType("perfetto"))
+    monkeypatch.setitem(sys.modules, "perfetto.trace_processor", module)
+    path = tmp_path / "a.pftrace"
+    path.write_bytes(b"\x0a\x08messages")
+    (kernel,) = only(path).kernels
+    assert kernel.call is not None
+    assert (kernel.start, kernel.stream, kernel.call.start) == (9000, 7, 1000)

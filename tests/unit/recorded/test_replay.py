@@ -16,6 +16,7 @@ from stagewright.recorded.link import link
 from stagewright.recorded.rank import RankTrace
 from stagewright.recorded.read import read_traces
 from stagewright.recorded.replay import execute
+from stagewright.run.sections.cluster import ClusterSection
 
 pytestmark = pytest.mark.unit
 GEMM, ADD = "sm90_xmma_gemm_bf16", "vectorized_elementwise_kernel"
@@ -174,3 +175,16 @@ def test_result_as_data(tmp_path: Path) -> None:
     assert "span 100.00 us recorded, 100.00 us replayed" in str(result)
     unknown: RankTrace = read_traces([tmp_path / "rank0.json"])[0]
     assert unknown.span == 100_000
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2, "dp": 2}, {"pp": 2, "dp": 2, "global_batch_size": 8}])
+def test_changes_are_those_of_the_simulator(tmp_path: Path, layout: dict[str, Any]) -> None:
+    compiled = sw.compile("llama3.1-8b", layers=4, seq_length=2048, **layout)
+    plain = sw.simulate(compiled, "h100-sxm")
+    slow = sw.simulate(compiled, "h100-sxm", stragglers={1: 1.3})
+    cluster = ClusterSection(hardware="h100-sxm")
+    sw.generate(compiled, tmp_path / "t", format="kineto", cluster=cluster, ranks=range(4))
+    replay = sw.replay(tmp_path / "t", stragglers={1: 1.3})
+    launch = plain.seconds - replay.recorded  # of the first kernel, before the span
+    assert replay.changed == pytest.approx(slow.seconds - launch, rel=1e-3)
+    assert replay.linked == pytest.approx(replay.recorded, rel=1e-3)
