@@ -48,7 +48,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(slots=True)
-class _Row:
+class _TaskRow:
     """A task that is made of a kernel, or of the time in which none ran."""
 
     moment: int
@@ -60,8 +60,8 @@ class _Row:
     slot: int = -1
     bytes: int = 0
     tag: int = -1
-    reads: list[_Row] = field(default_factory=lambda: list[_Row]())
-    after: list[_Row] = field(default_factory=lambda: list[_Row]())
+    reads: list[_TaskRow] = field(default_factory=lambda: list[_TaskRow]())
+    after: list[_TaskRow] = field(default_factory=lambda: list[_TaskRow]())
     index: int = -1
 
 
@@ -70,12 +70,12 @@ def program_of(traces: Sequence[RankTrace]) -> tuple[Joined, list[str]]:
     world = _world(traces)
     notes: Counter[str] = Counter()
     graph = link(traces)
-    groups = _Groups(world, everywhere=len(traces) == 1)
+    groups = _GroupTables(world, everywhere=len(traces) == 1)
     sizes = _collective_sizes(traces)
     tags = _tags(traces)
-    rows_of: dict[int, list[_Row]] = {}
+    rows_of: dict[int, list[_TaskRow]] = {}
     for trace in traces:
-        rank_rows = _Rows(trace, graph)
+        rank_rows = _RankRows(trace, graph)
         for row in rank_rows.rows:
             _communicate(row, trace, groups, sizes, tags, notes)
         rows_of[trace.rank] = rank_rows.ordered()
@@ -122,15 +122,15 @@ def _world(traces: Sequence[RankTrace]) -> int:
 # ---- rows ----------------------------------------------------------------------------------------
 
 
-class _Rows:
+class _RankRows:
     """Tasks of one rank, linked."""
 
     def __init__(self, trace: RankTrace, graph: StepGraph) -> None:
-        self.rows: list[_Row] = []
-        self._awaited: dict[int, list[_Row]] = {}  # by node of the host: kernels it waited for
-        row_of: dict[int, _Row] = {}  # by node
-        idle: _Row | None = None
-        last: _Row | None = None  # the kernel that ended last
+        self.rows: list[_TaskRow] = []
+        self._awaited: dict[int, list[_TaskRow]] = {}  # by node of the host: kernels it waited for
+        row_of: dict[int, _TaskRow] = {}  # by node
+        idle: _TaskRow | None = None
+        last: _TaskRow | None = None  # the kernel that ended last
         end = trace.start + trace.clock_offset
         for node in graph.nodes:
             if node.rank != trace.rank or node.members:
@@ -139,11 +139,11 @@ class _Rows:
                 self._awaited[node.index] = self._waited_for(node, row_of)
                 continue
             kernel = node.kernel
-            row = _Row(node.start, _name(kernel), node.duration, kernel)
+            row = _TaskRow(node.start, _name(kernel), node.duration, kernel)
             row_of[node.index] = row
             gap = node.start - end
             if gap >= 500:  # ns; durations are written in microseconds
-                idle = _Row(end, "idle", gap, reads=[r for r in (last, idle) if r is not None])
+                idle = _TaskRow(end, "idle", gap, reads=[r for r in (last, idle) if r is not None])
                 self.rows.append(idle)
             self._link(row, node, row_of)
             if idle is not None and not any(r.moment >= idle.moment for r in row.reads):
@@ -152,7 +152,7 @@ class _Rows:
             if node.start + node.duration >= end:
                 end, last = node.start + node.duration, row
 
-    def _waited_for(self, node: StepNode, row_of: Mapping[int, _Row]) -> list[_Row]:
+    def _waited_for(self, node: StepNode, row_of: Mapping[int, _TaskRow]) -> list[_TaskRow]:
         """Kernels that the host had last waited for when a node of the host ended."""
         own = [row_of[d.node.index] for d in node.after if d.node.index in row_of]
         if own:
@@ -162,20 +162,20 @@ class _Rows:
             return before[0]
         return list({id(row): row for rows in before for row in rows}.values())
 
-    def _link(self, row: _Row, node: StepNode, row_of: Mapping[int, _Row]) -> None:
+    def _link(self, row: _TaskRow, node: StepNode, row_of: Mapping[int, _TaskRow]) -> None:
         for needed, _, why in node.after:
             if why == LAUNCH:
                 row.reads += self._awaited.get(needed.index, [])
             elif needed.index in row_of:
                 row.reads.append(row_of[needed.index])
 
-    def ordered(self) -> list[_Row]:
+    def ordered(self) -> list[_TaskRow]:
         """The rows in an order in which each follows what it waits for, transfers chained."""
         for row in self.rows:
             if row.kind != TaskKind.COMPUTE:
                 row.moment += row.kernel.duration if row.kernel else 0
         self.rows.sort(key=lambda row: row.moment)
-        previous: _Row | None = None
+        previous: _TaskRow | None = None
         for index, row in enumerate(self.rows):
             row.index = index
             if row.kind in (TaskKind.COLLECTIVE, TaskKind.SEND):
@@ -200,7 +200,7 @@ def _name(kernel: Kernel) -> str:
 # ---- communication -------------------------------------------------------------------------------
 
 
-class _Groups:
+class _GroupTables:
     """Communicators and peers as tables of all ranks."""
 
     def __init__(self, world: int, *, everywhere: bool) -> None:
@@ -273,9 +273,9 @@ def _tags(traces: Sequence[RankTrace]) -> dict[int, int]:
 
 
 def _communicate(
-    row: _Row,
+    row: _TaskRow,
     trace: RankTrace,
-    groups: _Groups,
+    groups: _GroupTables,
     sizes: Mapping[int, int],
     tags: Mapping[int, int],
     notes: Counter[str],
@@ -307,7 +307,7 @@ def _communicate(
 # ---- columns -------------------------------------------------------------------------------------
 
 
-def _tasks(rows: Sequence[_Row]) -> Tasks:
+def _tasks(rows: Sequence[_TaskRow]) -> Tasks:
     """Columns of the rows of a rank."""
     name, names = _indexed(row.name for row in rows)
     op, ops = _indexed(_op(row) for row in rows)
@@ -354,33 +354,33 @@ def _indexed(values: Iterable[_T]) -> tuple[Int, tuple[_T, ...]]:
     return np.array(index, np.int64), tuple(distinct)
 
 
-def _op(row: _Row) -> str:
+def _op(row: _TaskRow) -> str:
     """The op of a task: the kind of a transfer, the family of a kernel, or `idle`."""
     if row.kernel is None:
         return "idle"
     return row.kernel.comm.kind if row.kernel.comm else row.kernel.family
 
 
-def _dtype(row: _Row) -> str:
+def _dtype(row: _TaskRow) -> str:
     kernel = row.kernel
     dtype = (kernel.comm.dtype if kernel.comm else kernel.dtype) if kernel else ""
     return dtype if dtype in BYTES else "bf16"
 
 
-def _collective(row: _Row) -> int:
+def _collective(row: _TaskRow) -> int:
     if row.kind != TaskKind.COLLECTIVE or row.kernel is None or row.kernel.comm is None:
         return -1
     return COLLECTIVES.index(row.kernel.comm.kind)
 
 
-def _local_bytes(row: _Row) -> int:
+def _local_bytes(row: _TaskRow) -> int:
     """Bytes that the rank itself gives to a transfer."""
     if row.kind == TaskKind.COMPUTE or row.kernel is None or row.kernel.comm is None:
         return 0
     return row.kernel.comm.bytes
 
 
-def _phase(row: _Row) -> int:
+def _phase(row: _TaskRow) -> int:
     """The phase, by the ops around the call."""
     op = row.kernel.op if row.kernel else None
     for each in op.with_parents() if op else ():
@@ -391,7 +391,7 @@ def _phase(row: _Row) -> int:
     return FORWARD_PHASE
 
 
-def _work(row: _Row) -> tuple[int, int]:
+def _work(row: _TaskRow) -> tuple[int, int]:
     """FLOPs, and bytes of device memory, of a task that computes; at least 1 each."""
     kernel = row.kernel
     if row.kind != TaskKind.COMPUTE:
