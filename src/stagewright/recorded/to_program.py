@@ -24,7 +24,7 @@ from stagewright.arrays import Int, offsets
 from stagewright.errors import UserError
 from stagewright.graph.node import BYTES
 from stagewright.lower.disaggregated import Joined
-from stagewright.numbers import many, spans
+from stagewright.numbers import plural, spans
 from stagewright.program.columns import (
     BACKWARD_PHASE,
     COLLECTIVES,
@@ -75,7 +75,7 @@ def program_of(traces: Sequence[RankTrace]) -> tuple[Joined, list[str]]:
     tags = _tags(traces)
     rows_of: dict[int, list[_TaskRow]] = {}
     for trace in traces:
-        rank_rows = _RankRows(trace, graph)
+        rank_rows = _RankTasks(trace, graph)
         for row in rank_rows.rows:
             _communicate(row, trace, groups, sizes, tags, notes)
         rows_of[trace.rank] = rank_rows.ordered()
@@ -100,7 +100,7 @@ def program_of(traces: Sequence[RankTrace]) -> tuple[Joined, list[str]]:
         tuple(groups.index),
         tuple((everyone + shift) % world for shift in groups.shifts),
     )
-    return program, [text if not n else f"{many(n, *_NOUNS)} {text}" for text, n in notes.items()]
+    return program, [text if not n else f"{plural(n, *_NOUNS)} {text}" for text, n in notes.items()]
 
 
 _NOUNS = "transfer", "transfers"
@@ -122,7 +122,7 @@ def _world(traces: Sequence[RankTrace]) -> int:
 # ---- rows ----------------------------------------------------------------------------------------
 
 
-class _RankRows:
+class _RankTasks:
     """Tasks of one rank, linked."""
 
     def __init__(self, trace: RankTrace, graph: StepGraph) -> None:

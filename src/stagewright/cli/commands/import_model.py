@@ -147,7 +147,7 @@ def _write_rank(traced: Recording, out: str) -> None:
 
 def _write_trace(source: str, out: str, step: int | None, annotation: str | None) -> None:
     """Write a recorded step as Chakra traces."""
-    from stagewright.numbers import many
+    from stagewright.numbers import plural
     from stagewright.recorded.read import read_traces
     from stagewright.recorded.to_program import program_of
     from stagewright.time.astra_sim import BYTES_PER_NS, with_least_bytes
@@ -162,9 +162,9 @@ def _write_trace(source: str, out: str, step: int | None, annotation: str | None
     write(program, out, manifest={"profiler": origin}, force=forced())
     output.show_notes(notes)
     tasks = sum(len(rank_class.tasks) for rank_class in program.classes)
-    recorded = many(len(traces), "recorded rank", "recorded ranks")
-    ranks = many(program.mesh.world_size, "rank", "ranks")
-    output.say(f"{out}: {many(tasks, 'task', 'tasks')} of {recorded}, written as {ranks}")
+    recorded = plural(len(traces), "recorded rank", "recorded ranks")
+    ranks = plural(program.mesh.world_size, "rank", "ranks")
+    output.say(f"{out}: {plural(tasks, 'task', 'tasks')} of {recorded}, written as {ranks}")
 
 
 import_.name = "import"
