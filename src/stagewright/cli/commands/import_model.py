@@ -175,6 +175,6 @@ ENTRY = Entry(
     (
         "stagewright import model.py:factory -o model.stg",
         "stagewright import exported.pt2 -o model.stg --approximate",
-        "stagewright import trace.json.gz --step 6 -o recorded",
+        "stagewright import trace.json.gz --step 6 -o chakra",
     ),
 )
