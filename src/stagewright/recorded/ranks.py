@@ -92,33 +92,48 @@ def _matched(by_rank: dict[int, list[Kernel]]) -> Iterator[Instance]:
     (rank, first), *others = by_rank.items()
     found: list[Instance] = [{rank: kernel} for kernel in first]
     for other, kernels in others:
-        length = min(len(first), len(kernels))
-        front, back = len(first) - length, len(kernels) - length
-        if _agree(first[:length], kernels[:length]):
-            front, back = 0, 0
-        elif not _agree(first[front:], kernels[back:]):
-            at = next(i for i in range(length) if not _agree(first[i : i + 1], kernels[i : i + 1]))
-            a, b = first[at].comm, kernels[at].comm
+        shift = _shift(first, kernels)
+        if shift is None:
+            pairs = enumerate(zip(first, kernels, strict=False))
+            at, (one, two) = next((n, pair) for n, pair in pairs if not _agree(*pair))
+            a, b = one.comm, two.comm
             assert a is not None
             assert b is not None
             raise UserError(
                 f"collective {at} of group {a.group!r}: {a.kind} of {a.bytes:,} bytes on rank "
                 f"{rank}, {b.kind} of {b.bytes:,} on rank {other}; wanted the same step of one job"
             )
-        for index in range(length):
-            found[front + index][other] = kernels[back + index]
+        for index in range(max(shift, 0), min(len(first), len(kernels) + shift)):
+            found[index][other] = kernels[index - shift]
     yield from (instance for instance in found if len(instance) > 1)
 
 
-def _agree(first: Sequence[Kernel], second: Sequence[Kernel]) -> bool:
+def _shift(first: Sequence[Kernel], second: Sequence[Kernel]) -> int | None:
+    """Collectives that the first rank recorded before the second began; None: they never agree.
+
+    The shift with which most collectives have a partner, at least half of the shorter list.
+    """
+
+    def shared(shift: int) -> int:
+        return min(len(first), len(second) + shift) - max(shift, 0)
+
+    for shift in sorted(range(1 - len(second), len(first)), key=lambda s: (-shared(s), abs(s))):
+        if 2 * shared(shift) < min(len(first), len(second)):
+            return None
+        if all(
+            _agree(first[index], second[index - shift])
+            for index in range(max(shift, 0), max(shift, 0) + shared(shift))
+        ):
+            return shift
+    return None
+
+
+def _agree(first: Kernel, second: Kernel) -> bool:
     """Return True if collectives have equal kinds and sizes; an all-to-all may be uneven."""
-    return all(
-        a.comm is not None
-        and b.comm is not None
-        and a.comm.kind == b.comm.kind
-        and (a.comm.bytes == b.comm.bytes or a.comm.kind not in ("all_reduce", "reduce_scatter"))
-        for a, b in zip(first, second, strict=True)
-    )
+    a, b = first.comm, second.comm
+    if a is None or b is None or a.kind != b.kind:
+        return False
+    return a.bytes == b.bytes or a.kind not in ("all_reduce", "reduce_scatter")
 
 
 def _align(traces: Sequence[RankTrace]) -> None:

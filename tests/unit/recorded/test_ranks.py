@@ -45,3 +45,15 @@ def test_other_collectives_are_of_another_job(tmp_path: Path) -> None:
 def test_one_rank_knows_no_transfer(tmp_path: Path) -> None:
     (trace,) = read_traces(write_two(tmp_path)[:1])
     assert [k.comm.transfer for k in trace.kernels if k.comm] == [-1, -1]
+
+
+def test_windows_that_begin_at_other_collectives(tmp_path: Path) -> None:
+    paths: list[Path] = []
+    for rank, sizes in enumerate([(1, 2, 3, 4), (2, 3, 4, 5)]):
+        step = Step(rank, 2)
+        for size in sizes:
+            step.collective(100 * size + 10 * rank, 50, launched=100 * size, elements=size << 20)
+        paths.append(step.write(tmp_path / f"{rank}.json"))
+    first, second = read_traces(paths)
+    assert [k.comm.transfer for k in first.kernels if k.comm] == [-1, 50_000, 50_000, 50_000]
+    assert second.clock_offset == -10_000
