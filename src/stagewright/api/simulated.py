@@ -60,8 +60,8 @@ class Simulation(SimulatedStep, PublicResult):
     * `served`: TTFT, TPOT and rates of a step of inference.
     * `compiled`, `machine`, `timeline`: the run, the machine, and all tasks in time.
 
-    Tables: `parts` (where the time of a GPU goes), `transfers` (communication by axis), and
-    `tasks` of one `lane` in time.
+    Tables: `parts` (where the time of a GPU goes), `transfers` (communication by axis), `power`
+    (watts over the step), and `tasks` of one `lane` in time.
     """
 
     suffixes = (".json", ".html")
@@ -89,6 +89,7 @@ class Simulation(SimulatedStep, PublicResult):
         return {
             "parts": lambda: views.parts(self),
             "transfers": lambda: views.transfers(self),
+            "power": lambda: views.power(self),
             "tasks": partial(views.tasks_in_time, self, lane=0),
         }
 

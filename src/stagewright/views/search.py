@@ -81,6 +81,7 @@ COLUMNS: Mapping[str, ColumnMeaning] = {
     "device_memory": ColumnMeaning("B", "what a rank may hold"),
     "fits": ColumnMeaning("bool", "whether peak is at most device_memory"),
     "joules": ColumnMeaning("J", "energy of a step over all GPUs"),
+    "useful": ColumnMeaning("share", "goodput of the job, where `failures` are known"),
     "usd": ColumnMeaning("USD", "cost of a step over all GPUs, where a price is known"),
     "simulated": ColumnMeaning(
         "bool", "true: the figures are those of `simulate`; false: all of them are estimates"
@@ -136,6 +137,7 @@ def every(ranking: Ranking, indices: Int | None = None) -> Table:
         "fits": numbers(figures.fits, present=evaluated),
         "joules": numbers(figures.joules),
         "usd": numbers(figures.usd),
+        **({"useful": numbers(figures.useful)} if candidates.base.cluster.failures else {}),
         "simulated": figures.simulated.tolist(),
         "estimated_seconds": numbers(ranking.estimates.seconds[rows]),
         "best": [place.get(index) for index in rows.tolist()],
@@ -195,11 +197,23 @@ def best(ranking: Ranking, most: int | None = None) -> Table:
         ("bubble", "share", [share["bubble"] for share in shares], True),
         ("exposed", None, exposed, True),
         ("limited by", None, [limit(ranking, row) for row in rows], True),
+        ("goodput", "share", figures.get("useful", []), "useful" in figures),
+        ("days", "figure", _days(candidates, figures), bool(candidates.base.cluster.tokens)),
         ("USD per Mtoken", "figure", per("usd", figures["tokens"], 1e6), "cost" in names),
         ("J per token", "figure", per("joules", figures["tokens"]), "energy" in names),
     ]
     title = f"Pareto front of {in_words(names)}, by {in_words(names[:1])}" if names[1:] else "Best"
     return Table.of_columns(title, columns, ("bubble", "causal MFU", "TFLOP/s", "exposed"))
+
+
+def _days(candidates: Candidates, figures: Mapping[str, Sequence[Any]]) -> list[float]:
+    """Days of the whole job of each candidate; none without a number of tokens."""
+    tokens = candidates.base.cluster.tokens
+    if not tokens:
+        return []
+    useful = figures.get("useful", [1.0] * len(candidates))
+    rates = zip(figures["tokens_per_second"], useful, strict=False)
+    return [tokens / (rate * share) / 86_400 for rate, share in rates]
 
 
 def words(candidates: Candidates, index: int) -> str:

@@ -9,11 +9,12 @@ from typing import Any
 
 from stagewright.errors import UserError
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.numbers import duration, plural, quantity, side_by_side
+from stagewright.numbers import count, duration, plural, quantity, side_by_side
 from stagewright.program.fit import Fit
 from stagewright.run.experiment import describe
 from stagewright.run.settings import usual_batch
 from stagewright.texttable import Table
+from stagewright.time.job import Goodput
 from stagewright.time.simulate.breakdown import Breakdown
 from stagewright.time.simulate.serving import Served, limiting
 from stagewright.time.simulate.step import SimulatedStep, TracedStep
@@ -95,6 +96,18 @@ def tasks_in_time(step: SimulatedStep, lane: int) -> Table:
     )
 
 
+def power(step: SimulatedStep) -> Table:
+    """Watts of the mean GPU, of the node with the highest peak and of all GPUs over the step."""
+    of = step.power_over_time
+    columns = {
+        "begin": of.seconds.tolist(),
+        "mean GPU": of.gpu.watts.tolist(),
+        "node": of.node.watts.tolist(),
+        "all GPUs": of.job.watts.tolist(),
+    }
+    return Table("Power", columns, {"begin": "s", "mean GPU": "W", "node": "W", "all GPUs": "W"})
+
+
 # ---- text ----------------------------------------------------------------------------------------
 
 
@@ -137,7 +150,45 @@ def step_text(step: SimulatedStep, price: float | None = None) -> Iterator[str |
         f"power: {expense.watts_per_gpu:,.0f} W per GPU, {expense.joules_per_token:.3g} J per token"
         + ("" if usd is None else f"; {usd:.3g} USD per million tokens")
     )
+    yield from goodput_lines(step)
     yield from map(str, remarks(step.compiled, step))
+
+
+def goodput_lines(step: SimulatedStep) -> Iterator[str]:
+    """Useful share of the time of the job, and its days; nothing where not asked for."""
+    of, job = step.goodput, step.job
+    if of is not None:
+        yield (
+            f"goodput {of.useful_share:.1%}: {of.interruptions_per_day:,.3g} interruptions a day, "
+            f"one in {duration(of.interruption_seconds)} ({of.per_1000_node_days:g} per 1,000 "
+            f"node-days on {plural(of.nodes, 'node', 'nodes')}, at random)"
+        )
+        yield _checkpoint_line(of)
+        if of.spares is not None:
+            yield (
+                f"spares: {of.spares.in_repair:.3g} nodes are in repair on average; with "
+                f"{of.spares.spares} spares the job waits {of.spares.shortage:.2%} of the time, "
+                f"{of.spares.spares_needed} keep that below 1%"
+            )
+    if job is not None:
+        cost = "" if job.usd is None else f", {count(round(job.usd))} USD"
+        without = f"{job.days_without_failures:,.1f} days without failures"
+        yield (
+            f"{count(round(job.tokens))} tokens: {job.days:,.1f} days{cost}, {job.mwh:,.1f} MWh; "
+            + (without if of else "without failures and checkpoints, which --failures adds")
+        )
+
+
+def _checkpoint_line(of: Goodput) -> str:
+    if of.saving is None or of.period is None:
+        return "replicas fail alone: no work is lost, and checkpoints are not counted"
+    size, stall = quantity(of.checkpoint.bytes, "B"), duration(of.saving.stall)
+    stored = f", stored after {duration(of.saving.write)}" if of.saving.asynchronous else ""
+    best = "" if of.period == of.best_period else f"best {duration(of.best_period or 0)}; "
+    return (
+        f"checkpoint: {size} every {duration(of.period)}, a stall of {stall}{stored} "
+        f"({best}Young {duration(of.young or 0)}, Daly {duration(of.daly or 0)})"
+    )
 
 
 def traced_text(step: TracedStep, description: str) -> Iterator[str | Table]:

@@ -176,6 +176,10 @@ def test_a_job_says_what_it_assumes() -> None:
     entry = step.to_dict()
     assert entry["goodput"]["checkpoint"]["bytes"] == of.checkpoint.bytes
     assert entry["job"]["tokens"] == 1e11
+    text = "\n".join(map(str, step.text()))
+    assert "goodput 99" in text
+    assert "100 billion tokens: " in text
+    assert "interruptions a day" in step.page()
 
 
 def test_stalls_end_with_asynchronous_checkpoints_and_independent_replicas() -> None:

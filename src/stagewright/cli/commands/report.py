@@ -34,8 +34,8 @@ _RUN_FILES = (".yaml", ".yml")
 @click.option(
     "--picture",
     metavar="NAME",
-    help="Write one chart: time, timeline, memory, memory-over-step, flops, communication or "
-    "schedule; of several runs time or memory.",
+    help="Write one chart: time, timeline, memory, memory-over-step, flops, communication, "
+    "schedule or power; of several runs time or memory.",
 )
 @FORCE
 @ALLOW_OOM

@@ -13,7 +13,7 @@ import numpy as np
 
 from stagewright.errors import UserError
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.numbers import plural, quantity, spans
+from stagewright.numbers import duration, plural, quantity, spans
 from stagewright.program import memory, traffic
 from stagewright.program.columns import PHASES, Program, RankClass
 from stagewright.schedule.actions import SLOTS, flat
@@ -24,10 +24,10 @@ from stagewright.time.simulate.step import SimulatedStep
 from stagewright.views import step as step_tables
 from stagewright.views import tables
 from stagewright.views.pages.html import Chart, Details, Part
-from stagewright.views.pictures import bars, schedule, timeline
+from stagewright.views.pictures import bars, curves, schedule, timeline
 from stagewright.views.pictures import memory as areas
 from stagewright.views.pictures.colours import MEMORY, WAITING, WORK, of_axes
-from stagewright.views.pictures.scales import BYTES, FLOPS, SECONDS, SHARE
+from stagewright.views.pictures.scales import BYTES, FLOPS, SECONDS, SHARE, WATTS
 from stagewright.views.pictures.svg import Fill
 from stagewright.views.summary import Summary, summary
 from stagewright.views.tables import alive_in_words, stage_kind, stage_name
@@ -108,6 +108,31 @@ def timeline_of(step: SimulatedStep, name: str = "timeline", longest: float = 0.
         f"run.{some}"
     )
     return Chart(timeline.picture(step.timeline, name, longest), caption)
+
+
+MOST_SPANS = 400
+"""Points of a curve of power; of more spans, the highest and the lowest of each stretch."""
+
+
+def power(step: SimulatedStep) -> Chart:
+    """Watts of all GPUs over the step."""
+    of = step.power_over_time
+    watts, edges = of.job.watts, of.seconds
+    if len(watts) > MOST_SPANS:
+        stretches = np.array_split(np.arange(len(watts)), MOST_SPANS // 2)
+        ends = [(s[np.argmax(watts[s])], s[np.argmin(watts[s])]) for s in stretches]
+        shown = np.sort(np.array(ends), axis=1).ravel()
+        watts, edges = watts[shown], edges[shown]
+    job = of.job
+    caption = (
+        f"Power of all GPUs over the step, in means over {duration(job.span)}: "
+        f"{WATTS.show(job.mean)} on average, at most {WATTS.show(job.peak)}. The largest swing "
+        f"within 10 ms is {WATTS.show(job.swing)}."
+    )
+    line = curves.Curve("all GPUs", edges.tolist(), watts.tolist(), "power")
+    label = "Power over the step"
+    picture = curves.curves([line], label, ("time", SECONDS), ("power", WATTS))
+    return Chart(picture, caption, step_tables.power(step))
 
 
 def _timeline_numbers(step: SimulatedStep) -> Table:
@@ -446,5 +471,6 @@ CHARTS: Mapping[str, Callable[[CompiledRun, SimulatedStep | None], Chart | None]
     "flops": lambda compiled, step: work(compiled, summary(compiled)),
     "communication": lambda compiled, step: bytes_by_axis(summary(compiled)),
     "schedule": _schedule,
+    "power": lambda compiled, step: power(_needs_time(step, "power")),
 }
 """Charts of one run by the name that `report --picture` takes."""

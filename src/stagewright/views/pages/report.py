@@ -108,6 +108,10 @@ def _time(step: SimulatedStep) -> list[Part]:
         "zooms to single kernels.",
         *filter(len, [step_tables.transfers(step)]),
         f"Critical path: {path}.",
+        Paragraph("Power", tag="h3"),
+        charts.power(step)._replace(numbers=None),
+        *([Paragraph("The whole job", tag="h3")] if step.goodput or step.job else []),
+        *step_tables.goodput_lines(step),
     ]
 
 
@@ -217,7 +221,14 @@ def _timed(compiled: CompiledRun, step: SimulatedStep) -> list[Card]:
         price = asked if asked is not None else step.machine.hardware.price_usd_per_gpu_hour
         per_token = f"per million tokens, at {price:g} USD per GPU-hour"
         shown.append(Card("Cost", f"{spent.usd_per_million_tokens:.3g} USD", per_token))
-    return [*shown, Card("Energy", f"{spent.joules_per_token:.3g} J", "per token")]
+    shown.append(Card("Energy", f"{spent.joules_per_token:.3g} J", "per token"))
+    if step.goodput is not None:
+        a_day = f"{step.goodput.interruptions_per_day:,.3g} interruptions a day"
+        shown.append(Card("Goodput", f"{step.goodput.useful_share:.1%}", a_day))
+    if step.job is not None:
+        tokens = f"for {count(round(step.job.tokens))} tokens"
+        shown.append(Card("Days", f"{step.job.days:,.1f}", tokens))
+    return shown
 
 
 def _served(of: Served) -> list[Card]:

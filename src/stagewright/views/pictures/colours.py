@@ -75,9 +75,10 @@ CURVES: Mapping[str, tuple[str, str]] = {
     "running": ("#66A61E", ""),
     "cache": (MEMORY["kv_cache"].colour, ""),
     "fullest cache": (MEMORY["kv_cache"].colour, "7 3"),
+    "power": ("#5B6BBF", ""),
     "limit": (LIMIT, "9 4"),
 }
-"""Colour and dashes of curves of serving."""
+"""Colour and dashes of curves."""
 
 
 def of_axes(names: Iterable[str]) -> dict[str, Fill]:

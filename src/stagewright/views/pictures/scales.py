@@ -25,6 +25,10 @@ def _flops(number: float) -> str:
     return quantity(round(number), "FLOP")
 
 
+def _watts(power: float) -> str:
+    return quantity(round(power), "W")
+
+
 def _share(part: float) -> str:
     return f"{part:.1%}"
 
@@ -34,6 +38,7 @@ def _figure(value: float) -> str:
 
 
 BYTES, FLOPS, SHARE = Measure("B", _bytes), Measure("FLOP", _flops), Measure("%", _share)
+WATTS = Measure("W", _watts)
 SECONDS, NUMBER = Measure("s", duration), Measure("", _figure)
 
 AXIS, EDGE = 24, 10
