@@ -199,11 +199,18 @@ def best(ranking: Ranking, most: int | None = None) -> Table:
         ("limited by", None, [limit(ranking, row) for row in rows], True),
         ("goodput", "share", figures.get("useful", []), "useful" in figures),
         ("days", "figure", _days(candidates, figures), bool(candidates.base.cluster.tokens)),
-        ("USD per Mtoken", "figure", per("usd", figures["tokens"], 1e6), "cost" in names),
+        ("USD per Mtoken", "figure", _usd_per_mtoken(figures), "cost" in names),
         ("J per token", "figure", per("joules", figures["tokens"]), "energy" in names),
     ]
     title = f"Pareto front of {in_words(names)}, by {in_words(names[:1])}" if names[1:] else "Best"
     return Table.of_columns(title, columns, ("bubble", "causal MFU", "TFLOP/s", "exposed"))
+
+
+def _usd_per_mtoken(figures: Mapping[str, Sequence[Any]]) -> list[float | None]:
+    """USD per million tokens that are kept: with the time that failures take."""
+    useful = figures.get("useful", [1.0] * len(figures["usd"]))
+    rows = zip(figures["usd"], figures["tokens"], useful, strict=True)
+    return [None if u is None else u * 1e6 / max(tokens, 1) / share for u, tokens, share in rows]
 
 
 def _days(candidates: Candidates, figures: Mapping[str, Sequence[Any]]) -> list[float]:

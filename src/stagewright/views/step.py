@@ -100,10 +100,10 @@ def power(step: SimulatedStep) -> Table:
     """Watts of the mean GPU, of the node with the highest peak and of all GPUs over the step."""
     of = step.power_over_time
     columns = {
-        "begin": of.seconds.tolist(),
-        "mean GPU": of.gpu.watts.tolist(),
-        "node": of.node.watts.tolist(),
-        "all GPUs": of.job.watts.tolist(),
+        "begin": of.seconds.round(9).tolist(),
+        "mean GPU": of.gpu.watts.round(2).tolist(),
+        "node": of.node.watts.round(2).tolist(),
+        "all GPUs": of.job.watts.round(2).tolist(),
     }
     return Table("Power", columns, {"begin": "s", "mean GPU": "W", "node": "W", "all GPUs": "W"})
 

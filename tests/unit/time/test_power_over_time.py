@@ -36,7 +36,7 @@ def test_the_mean_over_time_is_the_power_of_the_step(changes: dict[str, object])
 def test_json_has_the_peaks() -> None:
     step = _step()
     job = step.power_over_time.job
-    assert [*step.table("power").columns["all GPUs"]] == job.watts.tolist()
+    assert [*step.table("power").columns["all GPUs"]] == job.watts.round(2).tolist()
     assert step.to_dict()["power"]["over_time"]["job"]["peak"] == step.power_over_time.job.peak
 
 
