@@ -13,7 +13,6 @@ import tomllib
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, cast
-from urllib.parse import parse_qsl, quote
 
 from stagewright.errors import UserError, either
 from stagewright.files import from_json, from_yaml, open_regular, read_text
@@ -46,7 +45,10 @@ def with_variables(path: str, variables: dict[str, str], *, ignore_unknown: bool
     >>> with_variables("train.sh", {"SIZE": "8b"}, ignore_unknown=True)
     'train.sh?SIZE=8b&ignore-unknown'
     """
-    parts = [f"{name}={quote(value, safe='/:,')}" for name, value in variables.items()]
+    values = {
+        name: text.replace("%", "%25").replace("&", "%26") for name, text in variables.items()
+    }
+    parts = [f"{name}={text}" for name, text in values.items()]
     parts += [_IGNORE] * ignore_unknown
     separator = "&" if "?" in path else "?"
     return path + separator * bool(parts) + "&".join(parts)
@@ -150,7 +152,8 @@ def read(name: str | os.PathLike[str]) -> LaunchFile:
     """What a launch file says; `find` has found it."""
     full = os.fspath(name)
     path, _, query = full.partition("?")
-    given = dict(parse_qsl(query, keep_blank_values=True))
+    pairs = (part.partition("=") for part in query.split("&") if part)
+    given = {name: text.replace("%26", "&").replace("%25", "%") for name, _, text in pairs}
     ignores = given.pop(_IGNORE, None) is not None
     return _read(path, tuple(given.items()), ignores, os.stat(path).st_mtime_ns)
 
