@@ -24,6 +24,7 @@ from typing import NamedTuple, NoReturn
 
 from stagewright.errors import UserError
 from stagewright.files import read_text
+from stagewright.launch.lexer import ASSIGNMENT, DEEPEST, Lexer, Token
 
 MOST_BYTES = 1 << 19
 """Size limit of a script, and of each file that it sources."""
@@ -31,16 +32,11 @@ _MOST_STEPS = 40_000
 """Commands, words and turns of loops that are followed."""
 _MOST_TEXT = 1 << 22
 """Characters that expansions may make together."""
-_DEEPEST = 30
-"""Nested quotes, substitutions, functions and sourced files."""
 
 _MARK = re.compile("\0([^\0]*)\0")
 _PARAMETER = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _ARITHMETIC = re.compile(r"[\w\s+*/%()<>=!-]+")
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_OPERATORS = ("&&", "||", ";;&", ";&", ";;", "&>>", "&>", ">>", ">&", "<<<", "<&", "<>", ">|", "|&",
-              ";", "&", "|", "(", ")", "<", ">")  # fmt: skip
 _REDIRECTIONS = frozenset({"&>>", "&>", ">>", ">&", "<<<", "<&", "<>", ">|", "<", ">"})
 _ENDS = frozenset({"\n", ";", "&", "&&", "||", "|", "|&", ")", ";;", ";&", ";;&"})
 _DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
@@ -117,154 +113,6 @@ class _Exit(Exception):
         self.code, self.line = code, line
 
 
-# ---- words and operators -------------------------------------------------------------------------
-
-
-class _Token(NamedTuple):
-    text: str
-    line: int
-    is_word: bool
-    body: str | None = None
-    """Text of a here-document that follows the word."""
-
-
-class _Lexer:
-    """Words of a text with their quotes, and operators."""
-
-    def __init__(self, text: str, path: str, line: int = 1) -> None:
-        self.text, self.path, self.line = text, path, line
-        self.headers: list[str] = []
-        self._newlines_before = 0
-
-    def fail(self, what: str, at: int) -> NoReturn:
-        line = self.line + self.text.count("\n", 0, at)
-        raise UserError(f"{self.path}: line {line}: {what}")
-
-    def tokens(self) -> list[_Token]:
-        text, tokens, i, line = self.text, list[_Token](), 0, self.line
-        awaited: list[tuple[int, str, bool]] = []  # here-documents: token, delimiter, dash
-        while i < len(text):
-            c = text[i]
-            if c == "\n":
-                tokens.append(_Token("\n", line, False))
-                i, line = i + 1, line + 1
-                for index, delimiter, dash in awaited:
-                    start, i, body_lines = self._here_document(i, delimiter, dash)
-                    tokens[index] = tokens[index]._replace(body=start)
-                    line += body_lines
-                awaited.clear()
-            elif c in " \t\r":
-                i += 1
-            elif text.startswith("\\\n", i):
-                i, line = i + 2, line + 1
-            elif c == "#":
-                end = text.find("\n", i)
-                end = len(text) if end < 0 else end
-                if text.startswith("#SBATCH", i):
-                    self.headers.append(text[i + 7 : end].strip())
-                i = end
-            elif text.startswith(("<<-", "<<"), i) and not text.startswith("<<<", i):
-                dash = text.startswith("<<-", i)
-                i += 3 if dash else 2
-                while i < len(text) and text[i] in " \t":
-                    i += 1
-                end = self.word_end(i)
-                delimiter = text[i:end].strip("'\"").replace("\\", "")
-                tokens.append(_Token(delimiter, line, False, ""))
-                awaited.append((len(tokens) - 1, delimiter, dash))
-                i = end
-            elif text.startswith("((", i):
-                end = self._paren_end(i, 0)
-                tokens.append(_Token(text[i:end], line, True))
-                line += text.count("\n", i, end)
-                i = end
-            elif operator_ := next((o for o in _OPERATORS if text.startswith(o, i)), ""):
-                tokens.append(_Token(operator_, line, False))
-                i += len(operator_)
-            else:
-                end = self.word_end(i)
-                tokens.append(_Token(text[i:end], line, True))
-                line += text.count("\n", i, end)
-                i = end
-        return tokens
-
-    def _here_document(self, start: int, delimiter: str, dash: bool) -> tuple[str, int, int]:
-        """Body, position behind its last line, and number of lines."""
-        i, lines = start, 0
-        while i < len(self.text):
-            end = self.text.find("\n", i)
-            end = len(self.text) if end < 0 else end
-            row = self.text[i:end]
-            lines += 1
-            if (row.lstrip("\t") if dash else row) == delimiter:
-                return self.text[start:i], min(end + 1, len(self.text)), lines
-            i = end + 1
-        return self.text[start:], len(self.text), lines
-
-    def word_end(self, i: int, depth: int = 0) -> int:
-        """Position behind the word that begins at `i`."""
-        text, start = self.text, i
-        while i < len(text):
-            c = text[i]
-            if c == "(" and _ASSIGNMENT.fullmatch(text[start:i][-200:]):
-                i = self._paren_end(i, depth)
-            elif c in " \t\r\n;&|<>()":
-                break
-            else:
-                i = self.unit_end(i, depth)
-        return max(i, start + 1)
-
-    def unit_end(self, i: int, depth: int) -> int:
-        """Position behind a quoted text, a substitution or a character."""
-        text, c = self.text, self.text[i]
-        if depth > _DEEPEST:
-            self.fail("nested too deep", i)
-        if c == "\\":
-            return min(i + 2, len(text))
-        if c == "'":
-            return self._find("'", i)
-        if c == '"':
-            j = i + 1
-            while j < len(text) and text[j] != '"':
-                j = j + 1 if text[j] == "'" else self.unit_end(j, depth + 1)
-            if j >= len(text):
-                self.fail("a quote is never closed", i)
-            return j + 1
-        if c == "`":
-            return self._find("`", i)
-        if c == "$" and text.startswith("(", i + 1):
-            return self._paren_end(i + 1, depth + 1)
-        if c == "$" and text.startswith("{", i + 1):
-            j = i + 2
-            while j < len(text) and text[j] != "}":
-                j = self.unit_end(j, depth + 1)
-            if j >= len(text):
-                self.fail("${ is never closed", i)
-            return j + 1
-        return i + 1
-
-    def _find(self, quote: str, i: int) -> int:
-        end = self.text.find(quote, i + 1)
-        if end < 0:
-            self.fail("a quote is never closed", i)
-        return end + 1
-
-    def _paren_end(self, i: int, depth: int) -> int:
-        """Position behind the parenthesis that closes the one at `i`."""
-        text, j, level = self.text, i, 0
-        while j < len(text):
-            c = text[j]
-            if c == "#" and text[j - 1] in " \t\n(":
-                end = text.find("\n", j)
-                j = len(text) if end < 0 else end
-                continue
-            level += (c == "(") - (c == ")")
-            if level == 0:
-                return j + 1
-            j = j + 1 if c in "()" else self.unit_end(j, depth + 1)
-        self.fail("( is never closed", i)
-
-
 # ---- commands ------------------------------------------------------------------------------------
 
 
@@ -281,7 +129,7 @@ class _Reader:
         """A test has read a variable from outside."""
         self.tested: set[str] = set()
         """Variables that the last test has read."""
-        self.functions: dict[str, tuple[list[_Token], int]] = {}
+        self.functions: dict[str, tuple[list[Token], int]] = {}
         self.arguments: list[str] = []
         self.before: tuple[str, ...] = ()
         """Words of the launcher whose `-c` is being read."""
@@ -289,7 +137,7 @@ class _Reader:
         self.status: bool | None = True
         self.assumed = False
         """A command counts as successful since a loop began."""
-        self.tokens: list[_Token] = []
+        self.tokens: list[Token] = []
 
     # -- limits
 
@@ -302,10 +150,10 @@ class _Reader:
 
     def run_text(self, text: str, line: int = 1) -> None:
         """Follow a text of commands."""
-        if self.depth > _DEEPEST:
+        if self.depth > DEEPEST:
             raise UserError(f"{self.path}: line {line}: nested too deep for a launch script")
         self._count(text)
-        lexer = _Lexer(text.replace("\r\n", "\n"), self.path, line)
+        lexer = Lexer(text.replace("\r\n", "\n"), self.path, line)
         outer, self.depth = self.tokens, self.depth + 1
         self.tokens = lexer.tokens()
         self.script.headers += lexer.headers
@@ -545,7 +393,7 @@ class _Reader:
     # -- simple commands
 
     def _simple(self, i: int, run: bool) -> tuple[int, bool | None]:
-        raw, body, line = list[_Token](), None, self.tokens[i].line
+        raw, body, line = list[Token](), None, self.tokens[i].line
         start = i
         while i < len(self.tokens):
             token = self.tokens[i]
@@ -566,14 +414,14 @@ class _Reader:
             self._unexpected(i)
         return i, self._run(raw, body, line) if run else True
 
-    def _run(self, raw: list[_Token], body: str | None, line: int) -> bool | None:
-        while raw and (match := _ASSIGNMENT.match(raw[0].text)):
+    def _run(self, raw: list[Token], body: str | None, line: int) -> bool | None:
+        while raw and (match := ASSIGNMENT.match(raw[0].text)):
             self._assign_raw(match, raw.pop(0).text)
         if not raw:
             return True
         if raw[0].text in _DECLARATIONS:
             for token in raw[1:]:
-                if match := _ASSIGNMENT.match(token.text):
+                if match := ASSIGNMENT.match(token.text):
                     self._assign_raw(match, token.text)
             return True
         if raw[0].text in ("[", "test"):
@@ -630,7 +478,7 @@ class _Reader:
             self.before = before
 
     def _call(self, name: str, arguments: list[str]) -> bool:
-        if self.depth > _DEEPEST:
+        if self.depth > DEEPEST:
             raise UserError(f"{self.path}: {name} calls itself without end")
         outer, given = self.tokens, self.arguments
         (self.tokens, i), self.arguments = self.functions[name], arguments
@@ -659,7 +507,7 @@ class _Reader:
     def _assign_raw(self, match: re.Match[str], raw: str) -> None:
         name, value = match[1], raw[match.end() :]
         if value.startswith("(") and value.endswith(")"):
-            lexer = _Lexer(value[1:-1], self.path)
+            lexer = Lexer(value[1:-1], self.path)
             words = [token.text for token in lexer.tokens() if token.is_word]
             items = [item for word in words for item in self._fields(word)]
             old = self.script.variables.get(name, []) if match[2] else []
@@ -750,7 +598,7 @@ class _Reader:
 
     def _pieces(self, raw: str, quoted: bool = False) -> Iterator[tuple[bool, str | list[str]]]:
         """Parts of a word, and if white space splits them; a list has a word for each item."""
-        lexer, i = _Lexer(raw, self.path), 0
+        lexer, i = Lexer(raw, self.path), 0
         while i < len(raw):
             self._count()
             c = raw[i]
@@ -862,11 +710,11 @@ class _Reader:
 
     def _output(self, text: str) -> str:
         """Output of a command that only shapes text: echo, dirname, basename, pwd, seq."""
-        if self.depth > _DEEPEST:
+        if self.depth > DEEPEST:
             raise UserError(f"{self.path}: nested too deep for a launch script")
         result = unknown(f"$({' '.join(text.split())[:60]})")
         try:
-            tokens = _Lexer(text, self.path).tokens()
+            tokens = Lexer(text, self.path).tokens()
         except UserError:
             return result
         self.depth += 1
@@ -875,14 +723,14 @@ class _Reader:
         finally:
             self.depth -= 1
 
-    def _shaped(self, tokens: list[_Token], result: str) -> str:
+    def _shaped(self, tokens: list[Token], result: str) -> str:
         commands: list[list[str]] = [[]]
         skips = False
         for token in tokens:
             if skips:
                 skips = False
             elif token.is_word:
-                if match := _ASSIGNMENT.match(token.text):
+                if match := ASSIGNMENT.match(token.text):
                     self._assign_raw(match, token.text)
                 else:
                     commands[-1] += self._fields(token.text)
@@ -999,7 +847,7 @@ class _Reader:
         except (ArithmeticError, ValueError):
             return unknown("$(( ))")
 
-    def _test(self, tokens: list[_Token]) -> bool | None:
+    def _test(self, tokens: list[Token]) -> bool | None:
         """Truth of a test; None: it depends on the output of a command."""
         words = [self._text(t.text) if t.is_word else t.text for t in tokens]
         return self._any(words)
