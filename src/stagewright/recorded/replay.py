@@ -169,6 +169,12 @@ class Replayed:
                 "one rank: its collectives' time is transfer and waiting together, an upper bound "
                 "of the transfer"
             )
+        inferred = self.graph.inferred
+        if inferred:
+            notes.append(
+                f"{plural(inferred, 'kernel is', 'kernels are')} taken to wait for a kernel of "
+                "another stream that ended just before: events were not recorded"
+            )
         late = [node.unexplained for node in self.graph.nodes if node.unexplained]
         if late:
             notes.append(
