@@ -40,7 +40,7 @@ class PublicResult:
         raise NotImplementedError
 
     def text(self) -> Iterable[str | Table]:
-        """Lines and tables of the printed result."""
+        """Lines and tables of the printed result; functions of `views` make them."""
         raise NotImplementedError
 
     def __str__(self) -> str:

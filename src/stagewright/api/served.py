@@ -246,7 +246,7 @@ def serve(
         if isinstance(settings.get(name), list | tuple)
     }
     settings = by_own_names(settings)
-    own = {name: value for name, value in settings.items() if name in SERVING}
+    of_serving = {name: value for name, value in settings.items() if name in SERVING}
     others = {name: value for name, value in settings.items() if name not in SERVING}
     for name in others:
         if setting_of(name) not in EXPERIMENT:
@@ -255,8 +255,9 @@ def serve(
     for name in sorted(map(setting_of, others)):
         if name in OF_ONE_STEP:
             raise UserError(f"{name} is of one step; requests over time are --requests or --rate")
+    # The mode stands for inference here: that of each step follows from its batch.
     experiment = Experiment.of({}, {"model": path_text(model), **others, "mode": "decode"})
-    sections = ServingSections.of(own)
+    sections = ServingSections.of(of_serving)
     if workload is not None:
         sections = sections._replace(workload=replace(sections.workload, requests=None))
     return served(experiment, of, sections, Given(workload, scheduler, config, **rows), progress)

@@ -1,4 +1,4 @@
-"""Comparison of a server's log, or a client's result, with the same requests simulated."""
+"""Errors of `serve --compare`: a server's log, or a client's result, and its simulation."""
 
 from __future__ import annotations
 

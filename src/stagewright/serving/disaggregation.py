@@ -127,7 +127,7 @@ class RemoteKvEngine(Engine):
         if segments:
             self.kv_cache.extend(request, segments, ends, tokens // self.block_size)
         self._loaded[request] = tokens
-        self.arrival_time[request] = at
+        self.queued_at[request] = at
         self.add_request(request)
 
     def awaits_kv(self, request: int) -> bool:
@@ -136,7 +136,7 @@ class RemoteKvEngine(Engine):
 
     def loaded_requests(self) -> list[int]:
         """Waiting requests whose cache the next batch sees."""
-        return [r for r in self._loaded if self.arrival_time[r] <= self._visible_until]
+        return [r for r in self._loaded if self.queued_at[r] <= self._visible_until]
 
     def start_decode(self, request: int) -> None:
         """Let a request decode whose cache and first token have arrived."""
@@ -226,7 +226,7 @@ class RemoteKvEngine(Engine):
         if request in self.loading:
             self._release_loaded(request)
             if recompute:
-                self.arrival_time[request] = at
+                self.queued_at[request] = at
                 self.add_request(request)
         else:
             del self.remote[request]

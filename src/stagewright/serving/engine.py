@@ -73,7 +73,7 @@ class SchedulerWrapper:
 
 
 class Clock(Protocol):
-    """Engines that advance together: one engine, or a lockstep group."""
+    """Engines that advance together: one, or with dp and experts a lockstep group."""
 
     next_event: float
     """End of the current batch or, if idle, arrival of the next request."""
@@ -129,7 +129,8 @@ class Engine:
         self.block_size = kv_cache.block_size
         self.scheduler, self.times = scheduler, times
         self.prompt, self.output = workload.prompt, workload.output
-        self.arrival_time = records.reached
+        self.queued_at = records.reached
+        """Time at which each request entered a queue, after HTTP and tokenizer."""
         self._chains = workload.chains
         self.async_scheduling = bool(getattr(scheduler, "async_scheduling", False))
         """A step is scheduled when the previous one begins."""
@@ -141,6 +142,7 @@ class Engine:
         self.arrivals: deque[int] = deque()
         """Requests that arrive later, or that the scheduler has not seen, in order of arrival."""
         self.waiting: deque[int] = deque()
+        """Requests that the scheduler sees and has not admitted."""
         self.running: dict[int, None] = {}
         self.remaining_prefill: dict[int, int] = {}
         """Prompt tokens that running requests have still to compute."""
@@ -391,8 +393,8 @@ class Engine:
 
     @property
     def next_arrival(self) -> float:
-        """Arrival time of the next request."""
-        return self.arrival_time[self.arrivals[0]]
+        """Time at which the next of `arrivals` enters the queue."""
+        return self.queued_at[self.arrivals[0]]
 
     def add_request(self, request: int) -> None:
         """Add a request that arrives now or later, in order of arrival.
@@ -434,11 +436,11 @@ class Engine:
     # ---- start of a batch ------------------------------------------------------------------------
 
     def _start_batch(self) -> None:
-        """Queue what has arrived, schedule the next batch, and compute when it ends."""
-        arrivals, waiting, arrival_time = self.arrivals, self.waiting, self.arrival_time
-        if arrivals and arrival_time[arrivals[0]] <= self._visible_until:
+        """Move arrivals to `waiting`, schedule the next batch, and compute when it ends."""
+        arrivals, waiting, queued_at = self.arrivals, self.waiting, self.queued_at
+        if arrivals and queued_at[arrivals[0]] <= self._visible_until:
             waiting.append(arrivals.popleft())
-            while arrivals and arrival_time[arrivals[0]] <= self._visible_until:
+            while arrivals and queued_at[arrivals[0]] <= self._visible_until:
                 waiting.append(arrivals.popleft())
         elif self._repeatable and self._finish_step and not waiting and self.reserve():
             self._start_decode_run(len(self._finish_step), UNLIMITED, True)
@@ -512,7 +514,7 @@ class Engine:
             steps = linear_steps
         duration = steps * (seconds + growth * (steps - 1) * 0.5)
         if steps > 1 and interruptible and self.arrivals and self.clock is self:
-            delay = self.arrival_time[self.arrivals[0]] - self.now
+            delay = self.queued_at[self.arrivals[0]] - self.now
             if delay < duration:
                 steps = self.steps_until_visible(delay, DecodeRun(steps, seconds, growth))
                 duration = steps * (seconds + growth * (steps - 1) * 0.5)
@@ -751,7 +753,7 @@ class Engine:
                 steps = max(steps, reached)
             arrived = 0
             for request in self.arrivals:
-                if self.arrival_time[request] > at:
+                if self.queued_at[request] > at:
                     break
                 arrived += 1
             samples.seconds.append(at)

@@ -1,4 +1,4 @@
-"""Events of a simulation in one order of time, and arrivals of requests, with which they begin."""
+"""Event queue of a simulation, and the arrivals that start it."""
 
 from __future__ import annotations
 

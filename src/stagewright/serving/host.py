@@ -64,13 +64,13 @@ HOSTS: Mapping[str, HostTimes] = {
 """Host times by serving engine (the program), which is named like its scheduler.
 
 vLLM: 126 us for a step and 4 us for a request in it, of Inference-Sim's fit to vLLM 0.15 on H100
-(github.com/inference-sim/inference-sim, docs/guide/latency-models.md). Until the router: the rest
-of the TTFT in its training data (vLLM 0.15.1, cached prompts of 570 to 790 tokens), without the
-steps that a request waits for.
+(github.com/inference-sim/inference-sim, docs/guide/latency-models.md). `per_request`: the TTFT in
+its training data (vLLM 0.15.1, cached prompts of 570 to 790 tokens) minus the steps that a request
+waits for.
 
 TensorRT-LLM, whose scheduler prepares a step while the GPU runs the previous one: fitted to TPOT of
 70% of the rows of dense models in `data/measured/inference.csv` (`benchmarks/fit_requests.py`).
 
-Until the router, TensorRT-LLM and SGLang: fitted to TTFT of 70% of the closed loops
-(`benchmarks/fit_requests.py queue`). The mean error of the other rows falls from 40% to 24% (17
-rows of TensorRT-LLM) and from 47% to 42% (5 of SGLang)."""
+`per_request` and `per_prompt_token` of TensorRT-LLM and SGLang: fitted to TTFT of 70% of the closed
+loops (`benchmarks/fit_requests.py queue`). The mean error of the other rows falls from 40% to 24%
+(17 rows of TensorRT-LLM) and from 47% to 42% (5 of SGLang)."""

@@ -53,7 +53,9 @@ class Instance:
     Each of its replicas has an engine."""
 
     run: Run
-    """Run as the user gave it, not resolved: prefill and decode resolve differently."""
+    """Run as the user gave it, not resolved: `batch_run` sets the mode of each step.
+
+    Prefill and decode resolve differently. The run's own mode, `decode`, stands for inference."""
     model: ModelConfig
     machine: Machine
     times: StepTimes

@@ -120,7 +120,7 @@ class RequestTimes:
 
     @property
     def queue(self) -> Float:
-        """Seconds from the arrival to the first step with the request."""
+        """Seconds from sending to the first step with the request; HTTP and tokenizer included."""
         return self.scheduled - self.arrival
 
     @property

@@ -97,8 +97,8 @@ class Requests(Protocol):
         """True if anything is to happen."""
         ...
 
-    def schedule(self, engine: int) -> None:
-        """Schedule the next event of an engine, which may have changed."""
+    def post_event(self, engine: int) -> None:
+        """Add the next event of an engine, which may have changed."""
         ...
 
     def route_prompt(self, at: float, request: int) -> None:
@@ -237,7 +237,7 @@ class Operator:
         engine.lose_kv(request, at, recompute=self.recomputes)
         if not self.recomputes:
             self.fail_request(at, request)
-        simulation.schedule(number)
+        simulation.post_event(number)
 
     def kv_was_lost(self, request: int) -> bool:
         """True if a request comes to decode without a cache; asked once."""
@@ -263,7 +263,7 @@ class Operator:
         self._failed[number] = engine.scheduler
         engine.halt(at)
         if engine.current_run.steps:
-            self._simulation.schedule(number)
+            self._simulation.post_event(number)
         else:
             self.after_batch(at, number)
         if self._events.start_up_time is not None:

@@ -160,7 +160,7 @@ class ServingSimulation:
         if operation is not None:
             scaled = (self._decode_pool or self._prefill_pool).numbers
             self._operator = Operator(operation, range(len(engines)), scaled, self)
-        # Only arrivals influence an engine: it may run ahead of the others, up to the next arrival.
+        # Only arrivals influence an engine: its batches up to the next arrival are one event.
         self._independent = (
             workload.predecessor is None
             and workload.concurrency is None
@@ -172,6 +172,7 @@ class ServingSimulation:
         self._next_arrival = math.inf
         span = max(workload.arrival, default=0.0) / REPORTS
         self._lookahead = math.inf if progress is None and stop_early is None else span
+        """Longest time (s) by which an event advances independent engines, for `_report`."""
 
     def run(self) -> Outcome:
         """Process all events, or up to where the user or `stop_early` ends the run."""
@@ -302,7 +303,7 @@ class ServingSimulation:
             engine.add_remote_request(request, stored)
         else:
             engine.add_request(request)
-        self.schedule(number)
+        self.post_event(number)
 
     def _finish(self, at: float, request: int) -> None:
         """Let requests arrive that waited for the end of this one."""
@@ -327,26 +328,26 @@ class ServingSimulation:
         engine = self.engines[source]
         if isinstance(engine, PrefillEngine) and engine.holds_unread(request):
             engine.release_unread(request, at)
-            self.schedule(source)
+            self.post_event(source)
         self._release_followers(at, request)
 
     # ---- engines ---------------------------------------------------------------------------------
 
-    def schedule(self, engine: int) -> None:
-        """Schedule the next event of an engine, which may have changed."""
-        self._schedule_clock(self._clock_of[engine])
+    def post_event(self, engine: int) -> None:
+        """Add the next event of an engine, which may have changed."""
+        self._post_clock_event(self._clock_of[engine])
 
-    def _schedule_clock(self, index: int) -> None:
+    def _post_clock_event(self, index: int) -> None:
         end = self._clocks[index].next_event
         if end != self._event_times[index]:
             self._event_times[index] = end
             if end < math.inf:
-                self.events.add(end, BATCH_END, index, self._end_batch)
+                self.events.add(end, BATCH_END, index, self._advance_clock)
 
-    def _end_batch(self, at: float, index: int) -> None:
+    def _advance_clock(self, at: float, index: int) -> None:
         """End the current batch of a clock, and start the next one.
 
-        An engine that only arrivals influence runs ahead, up to the next arrival if there is one.
+        If engines are independent, run all batches up to the next arrival, or by `_lookahead`.
         """
         if self._event_times[index] != at:
             return  # outdated
@@ -357,10 +358,10 @@ class ServingSimulation:
                 until = min(math.nextafter(self._next_arrival, 0.0), at + self._lookahead)
             clock.advance(until)
             self._after_batch(at, index)
-        self._schedule_clock(index)
+        self._post_clock_event(index)
 
     def _after_batch(self, at: float, index: int) -> None:
-        """Process what the engines of a clock have done in a batch."""
+        """Process what the engines of a clock have done in its batches."""
         for number in self._engines_of_clock[index]:
             engine = self.engines[number]
             if self._independent:
@@ -418,7 +419,7 @@ class ServingSimulation:
         engine = self.engines[number]
         assert isinstance(engine, RemoteKvEngine)
         engine.finish_loading(request, at)
-        self.schedule(number)
+        self.post_event(number)
 
     def _pull_ended(self, at: float, request: int, number: int, transfer: int) -> None:
         """Use the cache of a request where it decodes, unless an engine has failed."""
@@ -433,7 +434,7 @@ class ServingSimulation:
         engine = self.engines[source]
         assert isinstance(engine, PrefillEngine)
         engine.release_unread(request, at)
-        self.schedule(source)
+        self.post_event(source)
 
     def cancel_transfer(self, request: int) -> None:
         """Cancel the transfer of a request's cache, if one is in flight."""
@@ -489,4 +490,4 @@ class ServingSimulation:
             engine.add_remote_request(request, engine.tokens(request))
         else:
             engine.add_request(request)
-        self.schedule(number)
+        self.post_event(number)

@@ -4,9 +4,8 @@ A run begins with an empty server, and drains after the last arrival; neither sa
 sustains. The window lies between: from the first arrival after the warm-up to the last arrival. A
 run is steady if requests arrive for much longer than one takes, the number in flight does not grow,
 and both halves of the window have the same throughput and the same share of requests that keep the
-limits. If more requests arrive than are served, the
-queue grows all the time: a request that arrives a second later waits longer by the rate of arrivals
-over that of the server, less 1.
+limits. If more requests arrive than are served, the queue grows all the time: each second later
+adds (arrival rate / service rate - 1) s of waiting.
 """
 
 from __future__ import annotations

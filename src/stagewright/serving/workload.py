@@ -296,7 +296,7 @@ class Records:
     arrival: array[float]
     """Time at which the user sent it."""
     reached: array[float]
-    """Time at which it entered an engine's queue."""
+    """Time at which it entered an engine's queue, after HTTP and tokenizer."""
     scheduled: array[float]
     """Time at which an engine first computed a part of it."""
     first: array[float]

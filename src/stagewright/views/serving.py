@@ -18,7 +18,7 @@ from stagewright.texttable import Table
 from stagewright.views.deviations import ESTIMATED, SOURCE, is_estimated
 
 _TIMES = {
-    "queue": "until the first step",
+    "queue": "sending to first step",
     "transfer": "of the KV cache",
     "ttft": "to the first token",
     "tpot": "per token after it",
@@ -167,7 +167,9 @@ def group_words(group: InstanceGroup) -> str:
 
 def layout_words(group: InstanceGroup) -> str:
     """The model, and settings of its layout that are not their default."""
-    return group.instance.run.model_copy(update={"mode": "train"}).describe()
+    run = group.instance.run
+    # `describe` leaves out the default mode; the run's own is that of no step (`Instance.run`).
+    return run.model_copy(update={"mode": "train"}).describe()
 
 
 def serving_text(

@@ -79,12 +79,13 @@ def serve(
         seconds, instance = _time_and_instance(step_trace[0])
         check_output(Path(step_trace[1]), forced())
     given = {name: value for name, value in settings.items() if value is not None}
-    own = {name: given.pop(name) for name in [*given] if name in SERVING}
+    of_serving = {name: given.pop(name) for name in [*given] if name in SERVING}
     if compare is not None:
-        if "requests" in own:
+        if "requests" in of_serving:
             raise UserError("--compare and --requests both say which requests come; give one")
-        own["requests"] = compare
-    sections = ServingSections.of(own)
+        of_serving["requests"] = compare
+    sections = ServingSections.of(of_serving)
+    # The mode stands for inference here: that of each step follows from its batch.
     experiment = runs.load_experiment(model, config, given | {"mode": "decode"})
     hardware = runs.hardware_of(experiment)
     with shown("requests") as bar:

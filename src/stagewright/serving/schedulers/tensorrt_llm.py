@@ -196,8 +196,8 @@ def _allocate(engine: Engine, request: int, chunk: int) -> None:
 
 
 def _by_arrival(engine: Engine, requests: Iterable[int]) -> list[int]:
-    arrival_time = engine.arrival_time
-    return sorted(requests, key=lambda request: (arrival_time[request], request))
+    queued_at = engine.queued_at
+    return sorted(requests, key=lambda request: (queued_at[request], request))
 
 
 def _blocks_to_the_end(engine: Engine, request: int) -> int:

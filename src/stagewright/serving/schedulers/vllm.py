@@ -158,7 +158,7 @@ class Vllm:
 
     def _rank(self, engine: Engine, request: int) -> tuple[int, float, int]:
         assert self.priority is not None
-        return self.priority[request], engine.arrival_time[request], request
+        return self.priority[request], engine.queued_at[request], request
 
     def _admit(self, engine: Engine, budget: int, prefill: list[tuple[int, int]]) -> None:
         """Admit waiting requests in order."""

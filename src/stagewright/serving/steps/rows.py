@@ -135,8 +135,8 @@ class StepRows:
     ) -> None:
         """Time the step of a resolved run for up to `max_tokens`.
 
-        `machine` does not yet reflect the serving engine, vLLM or another program
-        (`time.engines.served_machine`). Raises UserError for steps that have no table.
+        `machine`: bare hardware; `time.engines.served_machine` adapts it here to the kernels of
+        vLLM or another program. Raises UserError for steps that have no table.
         """
         _refuse_unknown(run, model, execution)
         self.step, self.execution = _serving_step(run, model), execution

@@ -1,7 +1,7 @@
 """Table of a serving step: plain numbers that add up to the duration of a step with any batch.
 
 A step of inference is a chain: a kernel starts when the one before it has ended and the host has
-launched it (`lower.serving_step`, `time.simulate`). It takes as long as the longest of some paths:
+launched it. It takes as long as the longest of some paths:
 the launches up to some kernel, then all kernels from that one on. Kernels that depend on the number
 of new tokens only are summed for each number, and the output layer for each number of logits. The
 others are terms:
@@ -461,7 +461,7 @@ def _paths(
 
     `seconds` and `runs` are those of each row with its copies, `launched` those of all launches up
     to it; `launches`: the least seconds of each term. Of paths with equal runs the longest counts.
-    Without one of those chosen some step would be shorter by more than `NEARLY`.
+    Paths are added until their maximum is within `NEARLY` of that of all.
     """
     after = np.cumsum(seconds[::-1], axis=0)[::-1]
     remaining = np.cumsum(runs[::-1], axis=0)[::-1]

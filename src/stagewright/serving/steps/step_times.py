@@ -63,8 +63,8 @@ def step_times(
     """Step times of a layout on a machine with its number of GPUs.
 
     `run` is not resolved: settings that it leaves open resolve as in steps of decode or of prompts.
-    `logits`: those of a decoding request; None: of its next token and its drafts. Steps with more
-    than `max_tokens` or `max_requests` are extrapolated. Raises UserError where the run is not
+    `logits`: output positions per decoding request; None: 1 + drafts. Steps with more than
+    `max_tokens` or `max_requests` are extrapolated. Raises UserError where the run is not
     possible, or its steps have no table.
     """
     execution = execution or Execution()
@@ -136,10 +136,7 @@ class DecodePieces(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepTimes:
-    """Seconds from the begin of a step of one replica to that of the next.
-
-    With a pipeline, of all its batches together.
-    """
+    """Seconds between two step starts of a replica; with pp, one round of all batches."""
 
     max_tokens: int
     max_requests: int
@@ -160,7 +157,9 @@ class StepTimes:
     host: HostTimes = NO_HOST
     """Host overhead of each step."""
     host_in_group: bool = False
-    """Only `group_runs` adds the host: the GPU's time depends on the tokens of all replicas."""
+    """Host time is added by `group_runs`, not by `step` and `linear_run`.
+
+    The GPU's time, which the host's overlaps, depends on the tokens of all replicas."""
     _pieces: dict[int, DecodePieces] = field(default_factory=dict[int, DecodePieces])
 
     def with_host(self, host: HostTimes) -> StepTimes:

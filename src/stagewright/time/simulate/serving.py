@@ -1,4 +1,6 @@
-"""Serving metrics of a simulated step of inference: TTFT, TPOT, ISL, OSL, requests per second.
+"""Serving metrics of one simulated step: TTFT, TPOT, ISL, OSL, requests per second.
+
+Those of requests over time, with queues, are in `serving.metrics`.
 
 - *ISL*, input sequence length: tokens of a request's prompt, those in the cache included.
 - *OSL*, output sequence length: tokens that a request generates (`output_length`).
