@@ -17,7 +17,7 @@ MODULES = {
 }
 DOTTED = re.compile(r"`((?:stagewright\.)?[a-z_]+(?:\.[A-Za-z_]\w*)+)(?:\([^`]*\))?`")
 FILES = {"py", "json", "csv", "md", "yaml", "yml", "et", "sh", "txt", "html", "toml", "stg", "svg"}
-ELSEWHERE = {"torch", "numpy", "np", "dist", "nn", "aten"}
+ELSEWHERE = {"torch", "numpy", "np", "pandas", "dist", "nn", "aten"}
 OF_VALUES = {"b", "line", "run", "sw", "compiled", "program", "plan"}
 """Objects that a docstring speaks of: `b.weight`, `run.model`."""
 THEIRS = {  # of other packages

@@ -41,7 +41,7 @@ class LaunchFile:
     path: str
     tool: str
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
-    """By our names, or by names that `names.translate` knows."""
+    """By our names, or by names that `other_names.translate` knows."""
     model: ModelConfig | None = None
     """The model whose sizes the file gives; None: `settings` may name one."""
     lines: list[Line] = field(default_factory=list[Line])

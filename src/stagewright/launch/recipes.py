@@ -1,6 +1,6 @@
 """Files of data that start training: torchtitan's TOML and options, DeepSpeed, Accelerate.
 
-Nested keys are flags with dots: `zero_optimization.stage`. None of these files has the sizes of a
+Nested keys are flags with dots, as in `deepspeed.csv`. None of these files has the sizes of a
 model; torchtitan's names one, beside the others MODEL is given.
 """
 

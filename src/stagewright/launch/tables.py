@@ -6,7 +6,7 @@
 | | `sglang-*`: all that begin so |
 | `values` | words that follow: a number, `0-1`, `+` or `*` |
 | `ours` | `tp`: that setting has the value. `zero=1`: it has this one. `no_overlap-dp`: the list |
-| | lacks an item. `model.FIELD`: part of the model. `-`: no effect on time or size. `?`: changes |
+| | lacks an item. `model.` and a field: its value. `-`: no effect on time or size. `?`: changes |
 | | the step in a way that is not known here. `~`: left out, `note` says what that does to the |
 | | figures. `!`: refused, `note` says what to use |
 | `words` | `THEIRS>OURS`, between semicolons: values with other names; OURS is a value, |
