@@ -5,7 +5,8 @@
   of another thread that returned last before its next call.
 - A *wait* is a call that returns when the device has done something: all work launched before
   (device), the last kernel of a stream or before an event (where `cuda_sync` events name these),
-  or, unnamed, the kernel that ended last while the call lasted.
+  or, unnamed, the kernel that ended last while the call lasted. So is a launch that takes longer
+  than `JITTER` while kernels wait in the queue of the device: the queue is full.
 - A *kernel* starts after its call and after the kernel before it on its stream, each with a delay:
   the least launch delay of the trace and none, unless the kernel itself took longer to start, by at
   most `JITTER`. It also waits for the event that its stream was told to wait for. One that started
@@ -223,9 +224,12 @@ class _Rank:
     def _awaited(self, call: RuntimeCall) -> list[Kernel]:
         """The kernels that a call returns after; none: it does not wait."""
         own = self._kernels_of.get(id(call), ())
-        if own:  # a copy from or to pageable memory
-            waits = "Memcpy" in call.name and all(kernel.end <= call.end for kernel in own)
-            return [*own] if waits else []
+        if own and "Memcpy" in call.name:  # from or to pageable memory, if it waits
+            return [*own] if all(kernel.end <= call.end for kernel in own) else []
+        if own:  # a launch, which waits while the queue of the device is full
+            full = min(kernel.start for kernel in own) > call.end + JITTER
+            waits = full and call.end - call.start > JITTER
+            return self._ended_last(call.start, call.end, call.start) if waits else []
         if "Synchronize" not in call.name:
             return []
         sync = call.sync

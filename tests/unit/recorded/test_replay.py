@@ -106,6 +106,18 @@ def test_an_idle_thread_waits_for_another(tmp_path: Path) -> None:
     assert len(quick) == 1
 
 
+def test_a_launch_waits_for_a_full_queue(tmp_path: Path) -> None:
+    step = Step()
+    for number in range(4):
+        step.kernel(GEMM, 15 + 400 * number, 400, launched=10 + number)
+    full = step.call("cudaLaunchKernel", 20, 397)  # returns 2 us after the first kernel
+    step.kernel(GEMM, 1615, 400, correlation=full)
+    step.kernel(ADD, 2115, 10, launched=2110)  # bound by the host
+    assert micros(run(tmp_path, step).linked) == 2110
+    # The host launches the sum 1,693 us after the queue had room, which is 200 us earlier.
+    assert micros(run(tmp_path, step, scale={"gemm": 0.5}).changed) == 1910
+
+
 def test_ranks_wait_in_collectives(tmp_path: Path) -> None:
     def rank(number: int, work: float) -> Step:
         step = Step(number, 2)
