@@ -171,6 +171,11 @@ def _run(reading: LaunchFile, given: Mapping[str, Flag], names: set[str]) -> Non
     if settings.get("overlap_param_gather") and settings["zero"] == 0:
         del settings["overlap_param_gather"]
     settings.setdefault("precision", "fp32")
+    for name, precision in (("fp8-format", "fp8"), ("fp8-hybrid", "fp8"), ("fp4-format", "nvfp4")):
+        if name in names:  # beside --bf16
+            settings["precision"] = precision
+    if "recompute-activations" in names:
+        settings["recompute"] = "selective"
     if settings["precision"] != "fp8":
         settings.pop("fp8_recipe", None)
     if "num-experts" in given:

@@ -126,7 +126,8 @@ class Tool(NamedTuple):
 def parse(words: Sequence[str], tables: Iterable[Mapping[str, FlagRow]]) -> Iterator[Flag]:
     """Flags of a command line; words that belong to none are passed over.
 
-    A flag that no table has takes the words up to the next one.
+    A flag that no table has takes the words up to the next one. A word from outside that may be
+    flags is one without a name.
     """
     rows: dict[str, FlagRow] = {}
     for more in tables:
@@ -135,6 +136,8 @@ def parse(words: Sequence[str], tables: Iterable[Mapping[str, FlagRow]]) -> Iter
     while i < len(words):
         word, i = words[i], i + 1
         if not _is_flag(word):
+            if unknown_names(word):
+                yield Flag("", (word,), None)
             continue
         name, equals, value = word.partition("=")
         row = row_of(rows, canonical(name))
@@ -182,7 +185,9 @@ def apply(reading: LaunchFile, flags: Sequence[Flag], *, ignore_unknown: bool) -
     A flag that comes twice has its last value. Raises UserError for flags that change the step and
     are not known, all at once, unless they are to be ignored.
     """
-    last = {(flag.row.flag if flag.row else flag.name): flag for flag in flags}
+    empty = dict.fromkeys(flag.text for flag in flags if not flag.name)
+    reading.notes += [f"{text} is not set in the file and taken as empty" for text in empty]
+    last = {(flag.row.flag if flag.row else flag.name): flag for flag in flags if flag.name}
     of_model: dict[str, Flag] = {}
     strange: list[Line] = []
     for flag in last.values():

@@ -130,6 +130,16 @@ def test_other_defaults_of_megatron(script: Script) -> None:
     assert reading.settings["moe_token_dispatcher_type"] == "allgather"
 
 
+def test_the_order_of_flags_does_not_matter(script: Script) -> None:
+    """fp8 stands beside bf16, and FSDP beside the distributed optimizer, before or after it."""
+    flags = ["--fp8-format hybrid", "--bf16", "--use-megatron-fsdp", "--use-distributed-optimizer",
+             "--recompute-activations", "--recompute-granularity full"]  # fmt: skip
+    for order in (flags, flags[::-1]):
+        settings = read(script(f"{SMALL} {BATCH} {' '.join(order)}")).settings
+        assert (settings["precision"], settings["zero"]) == ("fp8", 3)
+        assert settings["recompute"] == "selective"
+
+
 def test_a_table_says_what_every_flag_means(script: Script) -> None:
     reading = read(script(f"{SMALL} --lr 1e-4 --bf16 --fp8-param-gather"))
     assert ("--lr", "1e-4") in [line[:2] for line in reading.ignored]
@@ -147,6 +157,13 @@ def test_refusals_name_the_flag(flags: str, said: str, script: Script) -> None:
         sw.load_run(path)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_flags_from_outside_are_taken_as_none(script: Script) -> None:
+    reading = read(script(f"{SMALL} {BATCH} --bf16 ${{EXTRA_ARGS}}"))
+    assert "$EXTRA_ARGS is not set in the file and taken as empty" in reading.notes
+    path = script(f"{SMALL} {BATCH} --bf16 ${{EXTRA_ARGS}}")
+    assert read(path, EXTRA_ARGS="--tensor-model-parallel-size 2").settings["tp"] == 2
 
 
 def test_unknown_flags_can_be_ignored(script: Script) -> None:
