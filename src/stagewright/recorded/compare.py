@@ -28,6 +28,12 @@ class Total(NamedTuple):
     waiting: float = 0.0
     """Seconds of waiting for other ranks, beyond `seconds`."""
 
+    @property
+    def mean(self) -> Total:
+        """The same number of kernels, with the time of one."""
+        number = self.number or 1.0
+        return Total(self.number, self.seconds / number, self.waiting / number)
+
 
 @dataclass(frozen=True, eq=False)
 class ComparedSide:

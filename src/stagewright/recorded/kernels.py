@@ -21,7 +21,8 @@ from stagewright.recorded.events import dtype_of
 from stagewright.recorded.rank import CommOp, Kernel, RankTrace, TorchOp
 
 _NAMES = (
-    ("elementwise", r"kv_?cache|reshape_and_cache|act_and_mul|rotary"),
+    ("attention", r"fmha"),
+    ("elementwise", r"kv_?cache|flashinfer_kv|reshape_and_cache|act_and_mul|rotary"),
     ("attention", r"flash|fmha|attn|attention|_mha|aotriton|\bmla_|paged"),
     ("norm", r"norm(?!al)|bn_fw|bn_bw"),
     ("grouped_gemm", r"group(ed)?_?gemm|grouped_mm|moe|matmul_ogs"),

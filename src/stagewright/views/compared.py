@@ -100,10 +100,11 @@ def families(comparison: StepComparison) -> Table:
 
 
 def kernels(comparison: StepComparison) -> Table:
-    """Products and attention that both sides have, longest first."""
+    """The mean product and attention of each size that both sides have; longest in total first."""
     measured, simulated = comparison.measured.kernels, comparison.simulated.kernels
     names = [name for name in measured if name in simulated]
-    return _pairs("products and attention of both", "kernel", names, measured, simulated)
+    means = [{name: side[name].mean for name in names} for side in (measured, simulated)]
+    return _pairs("one product or attention of each size on both sides", "kernel", names, *means)
 
 
 def _pairs(
@@ -116,11 +117,16 @@ def _pairs(
     rows: list[tuple[Any, ...]] = []
     for name in names:
         a, b = measured.get(name, Total()), simulated.get(name, Total())
-        ratio = b.seconds / a.seconds if a.seconds and b.seconds else None
-        rows.append((name, a.number, a.seconds, b.number, b.seconds, ratio))
+        rows.append((name, a.number, a.seconds, b.number, b.seconds, _ratio(a, b)))
     columns = [label, "number", "measured", "number sim.", "simulated", "ratio"]
     units = {"number": "figure", "measured": "s", "number sim.": "figure", "simulated": "s"}
     return Table.of_rows(title, columns, rows, {**units, "ratio": "figure"})
+
+
+def _ratio(measured: Total, simulated: Total) -> float | None:
+    """Simulated over measured time; None where one side has none."""
+    both = measured.seconds and simulated.seconds
+    return simulated.seconds / measured.seconds if both else None
 
 
 def transfers(comparison: StepComparison) -> Table:
@@ -133,9 +139,8 @@ def transfers(comparison: StepComparison) -> Table:
     rows: list[tuple[Any, ...]] = []
     for kind, ranks, size in keys:
         a, b = (side.get((kind, ranks, size), Total()) for side in (measured, simulated))
-        ratio = b.seconds / a.seconds if a.seconds and b.seconds else None
         row = (a.number, a.seconds, a.waiting, b.number, b.seconds, b.waiting)
-        rows.append((kind, ranks, size or None, *row, ratio))
+        rows.append((kind, ranks, size or None, *row, _ratio(a.mean, b.mean)))
     columns = [
         *("kind", "ranks", "size", "number", "measured", "waiting", "number sim."),
         *("simulated", "waiting sim.", "ratio"),
