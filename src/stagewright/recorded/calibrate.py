@@ -201,10 +201,10 @@ def _set_clocks(fit: _Calibrating, kernels: Iterable[Kernel]) -> None:
         base = fit.hardware.clock_of(dtype)
         at_clock = ratios(clock)
         faster = 1 - float(np.median(at_clock))
-        if clock == 1.0 and faster > 0.02:
-            fit.keep(f"gemm.{dtype}", f"products are {faster:.0%} faster than at the full clock")
         if not fit.set(key, clock, base, at_clock, "products that compute limits"):
             continue
+        if clock == 1.0 and faster > 0.02:
+            fit.keep(f"gemm.{dtype}", f"products are {faster:.0%} faster than at the full clock")
         clocks = {**fit.hardware.sustained_fraction, dtype: clock}
         fit.hardware = fit.hardware.model_copy(update={"sustained_fraction": clocks})
 

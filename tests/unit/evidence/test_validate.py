@@ -192,3 +192,10 @@ def test_json_has_the_keys_it_promises() -> None:
     wanted |= {"reason", "traits"}
     assert found["rows"]
     assert all(set(row) == wanted for row in found["rows"])
+
+
+def test_kernels_of_traces_name_their_trace():
+    rows = [row for row in kernels.rows("TraceLens") if row.count]
+    assert len(rows) > 40
+    assert all("/tests/traces/" in row.url for row in rows)
+    assert len({row.experiment for row in rows}) == len(rows)

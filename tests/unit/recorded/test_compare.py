@@ -8,7 +8,7 @@ import pytest
 import stagewright as sw
 from stagewright.api.compared import Comparison, simulated_traces
 from stagewright.recorded.compare import ComparedSide, StepComparison
-from stagewright.recorded.rank import RankTrace
+from stagewright.recorded.rank import Annotation, Kernel, RankTrace, RuntimeCall
 from stagewright.recorded.steps import recorded_steps
 from stagewright.run.sections.cluster import ClusterSection
 
@@ -155,3 +155,32 @@ def test_files_and_page(tmp_path, step):
         sw.compare(out, "llama3-8b", "h100-sxm", layers=2, tp=2)
     with pytest.raises(sw.UserError, match="no kernels of an annotation"):
         sw.compare(out, sw.Run(**RUN), "h100-sxm", step=7)
+
+
+def test_segments_fill_the_step(step):
+    """Parts of a rank follow each other from the begin to the end of the step."""
+    for of in recorded_steps(simulated_traces(step, RANKS)):
+        ends = [of.begin, *(segment.end for segment in of.segments)]
+        assert [segment.begin for segment in of.segments] == ends[:-1]
+        assert ends[-1] == of.end
+
+
+def test_the_middle_step_is_taken():
+    """Of several steps; a step begins where the GPU ends the one before."""
+
+    def kernel(start, call):
+        launch = RuntimeCall("cudaLaunchKernel", "t", call, call + 1, call)
+        return Kernel("elementwise", start, start + 90, 0, 7, call, launch, "elementwise")
+
+    names = [Annotation(f"ProfilerStep#{n}", 100 * n, 100 * n + 100) for n in range(3)]
+    kernels = [kernel(130 + 100 * n, 100 * n + 20) for n in range(3)]
+    calls = [of.call for of in kernels]
+    trace = RankTrace("a.json", 0, 1, "", kernels, calls, names)
+    (middle,) = recorded_steps([trace])
+    assert (middle.name, middle.begin, middle.end) == ("ProfilerStep#1", 220, 320)
+    assert {part: ns for part, ns in middle.parts.items() if ns} == {
+        "elementwise": 90,
+        "launches": 10,
+    }
+    (last,) = recorded_steps([trace], step=2)
+    assert (last.begin, last.end) == (320, 420)
