@@ -421,6 +421,8 @@ PRINTED = {
     "inspect": "inspect traces/workload.0.et --json",
     "diff": "diff traces again --json",
     "replay": "replay recorded --link x2 --json",
+    "compare": "compare recorded gpt2 --layers 2 --seq-length 64 --tp 2 --hardware h100-sxm --json",
+    "calibrate": "calibrate recorded --base h100-sxm --json",
     "validate": "validate --source nccl-tests --json",
 }
 """What prints JSON that is alike on every machine."""

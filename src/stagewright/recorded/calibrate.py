@@ -24,7 +24,7 @@ from stagewright.numbers import plural
 from stagewright.program.columns import COLLECTIVES
 from stagewright.recorded.kernels import MESSAGES
 from stagewright.recorded.rank import Kernel, RankTrace
-from stagewright.recorded.steps import host_waits, match_messages, transfer_of
+from stagewright.recorded.steps import host_waits, transfer_of
 from stagewright.time.collectives import (
     collective_seconds,
     message_seconds,
@@ -48,6 +48,8 @@ _BULK, _BRIEF = 0.8, 0.2
 which for the latency."""
 WIDEST = 0.35
 """Spread beyond which a median is no figure of the machine, but of some kernels."""
+_OTHER_WORK = 1.5
+"""Multiple of the median interval of launches from which on an interval holds other work."""
 _GRAPH_US = 3.0
 """Interval of launches (us) below which they are not calls of operators but of a graph."""
 
@@ -134,7 +136,6 @@ class _Calibrating:
 
 def calibrate(traces: Sequence[RankTrace], base: Hardware) -> CalibratedHardware:
     """Calibrate the figures of `base` that the traces tell."""
-    match_messages(traces)
     fit = _Calibrating(base)
     kernels = [kernel for trace in traces for kernel in trace.kernels]
     _set_clocks(fit, kernels)
@@ -291,7 +292,9 @@ def _set_host(fit: _Calibrating, traces: Sequence[RankTrace]) -> None:
         why = "launches of a graph" if intervals else "no launches of products"
         fit.keep("host_factor", why)
         return
-    # Parts of a layer that are launched together, or after other work of the host, are no calls.
+    # Longer intervals hold other work of the host.
+    intervals = [ns for ns in intervals if ns < _OTHER_WORK * typical * 1000]
+    typical = median(intervals) / 1000
     factor, base = typical / LAUNCH_COSTS[mode].call, fit.hardware.host_factor
     shares = np.array(intervals) / 1000 / typical
     what = f"launches of products: {typical:.1f} us, beside {LAUNCH_COSTS[mode].call:g} of {mode}"

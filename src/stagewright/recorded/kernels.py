@@ -140,7 +140,9 @@ def _attention(op: TorchOp) -> tuple[Shape | None, str]:
     """Extents of fused attention."""
     for each in op.with_parents():
         backward = "backward" in each.name
-        name = each.name.removesuffix("_backward")
+        name = each.name.replace("_flash_attention_backward", "_flash_attention_forward")
+        if "_scaled_dot_product" in name:
+            name = each.name.removesuffix("_backward")
         at, lengths_first = _ATTENTION.get(name, (-1, False))
         inputs = each.dims[1:] if backward else each.dims  # the gradient comes first
         if at < 0 or len(inputs) < 3 or any(len(dims) != 4 for dims in inputs[:3]):
@@ -153,7 +155,9 @@ def _attention(op: TorchOp) -> tuple[Shape | None, str]:
             )
         )
         concrete = cast("list[Any]", (each.args or {}).get("Concrete Inputs") or [])
-        causal = int(not backward and len(concrete) > at and str(concrete[at]) == "True")
+        if backward:  # after the gradient, the result and its sums, seeds or lengths
+            at = 14 if "cudnn" in name else 11
+        causal = int(len(concrete) > at and str(concrete[at]) == "True")
         b, q, heads, d = query[0], query[1], query[2], query[3]
         extents = (
             *(("batch", b), ("heads", heads), ("kv_heads", key[2]), ("q", q), ("k", key[1])),

@@ -27,7 +27,6 @@ from stagewright.recorded.kernels import describe_kernels
 from stagewright.recorded.perfetto import perfetto_events
 from stagewright.recorded.rank import RankTrace
 from stagewright.recorded.ranks import as_ranks
-from stagewright.trace.manifest import GROUPS, MANIFEST
 
 WANTED = "a trace of PyTorch's profiler in Kineto's JSON"
 MOST_BYTES = 4 << 30
@@ -86,8 +85,7 @@ def is_trace(path: str | Path) -> bool:
 
 
 def _named_as_trace(name: str) -> bool:
-    base = Path(name).name  # what `generate` writes beside traces is none
-    return name.endswith(SUFFIXES) and base[0] != "." and base not in (MANIFEST, GROUPS)
+    return name.endswith(SUFFIXES) and not Path(name).name.startswith(".")
 
 
 def _files(path: Path) -> Iterator[tuple[str, io.BufferedReader]]:

@@ -16,7 +16,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 from stagewright.errors import UserError
-from stagewright.recorded.kernels import MESSAGES
 from stagewright.recorded.rank import Annotation, Kernel, RankTrace, RuntimeCall
 
 PART_OF_FAMILY = {
@@ -182,7 +181,6 @@ def recorded_steps(
     traces: Sequence[RankTrace], step: int | None = None, annotation: str | None = None
 ) -> list[RecordedStep]:
     """One step of each rank: by number, by annotation, or the middle one; else all there is."""
-    match_messages(traces)
     name = annotation if step is None else f"{STEP}{step}"
     if name is None:
         names = [of.name for of in traces[0].annotations if of.name.startswith(STEP)]
@@ -218,20 +216,3 @@ def _cut(trace: RankTrace, name: str) -> tuple[Annotation | None, list[Kernel]]:
 
 def _in(window: Annotation, kernel: Kernel) -> bool:
     return kernel.call is not None and window.start <= kernel.call.start <= window.end
-
-
-def match_messages(traces: Sequence[RankTrace]) -> None:
-    """Set the transfer of each message whose two ranks were read: the shorter of its kernels."""
-    ends: dict[tuple[object, ...], list[Kernel]] = defaultdict(list)
-    for trace in traces:
-        for kernel in trace.kernels:
-            comm = kernel.comm
-            if comm is None or comm.kind not in MESSAGES or comm.peer < 0:
-                continue
-            pair = (trace.rank, comm.peer) if comm.kind == "send" else (comm.peer, trace.rank)
-            ends[comm.group, pair, comm.index].append(kernel)
-    for kernels in ends.values():
-        if len(kernels) == 2:
-            for kernel in kernels:
-                assert kernel.comm is not None
-                kernel.comm.transfer = min(of.duration for of in kernels)

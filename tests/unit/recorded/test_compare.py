@@ -58,6 +58,8 @@ def test_the_step_is_equal_to_itself(step):
     assert len(result.table("unmatched")) == 0
     for name in ("families", "kernels", "transfers"):
         assert set(result.table(name).columns["ratio"]) <= {1.0, None}
+    kinds = {name.split(" ")[0] for name in result.table("kernels").columns["kernel"]}
+    assert {"attention", "attention_bwd"} <= kinds  # each with its extents
     assert "equal in all parts" in str(result)
 
 
