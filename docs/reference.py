@@ -433,7 +433,7 @@ def keys() -> str:
     from click.testing import CliRunner
 
     from stagewright.cli import main as cli
-    from stagewright.trace.recorded import manifest as manifest_of_run
+    from stagewright.trace.run_manifest import manifest as manifest_of_run
     from stagewright.views import summary
 
     def printed(line: str) -> str:

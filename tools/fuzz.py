@@ -366,11 +366,11 @@ def _run_file(path: Path) -> object:
     from stagewright.model.catalog import resolve
     from stagewright.parallel.degrees import parallelization
     from stagewright.run.rules import check
-    from stagewright.trace.recorded import recorded_model
+    from stagewright.trace.run_manifest import load_model
 
     run = load_run(path)
     run.describe()
-    model = recorded_model(path) or resolve(run.model)
+    model = load_model(path) or resolve(run.model)
     model = model.with_overrides(num_layers=run.layers, vocab_size=run.vocab)
     check(run, model)
     return parallelization(run.resolved(model), model)

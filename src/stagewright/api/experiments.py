@@ -14,7 +14,7 @@ from stagewright.run.experiment import Experiment
 from stagewright.run.other_names import setting_of
 from stagewright.run.settings import Run
 from stagewright.time.hardware import resolve
-from stagewright.trace import recorded
+from stagewright.trace import run_manifest
 
 
 def load_run(path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> Run:
@@ -34,7 +34,7 @@ def load_experiment(
     check_names(overrides, "overrides as a mapping of settings")
     if path is not None:
         path = path_text(path, "the path of a run file")
-    return recorded.load_experiment(path, overrides, gpus_per_node)
+    return run_manifest.load_experiment(path, overrides, gpus_per_node)
 
 
 def read_launch(
@@ -55,7 +55,7 @@ def read_launch(
 
 
 def with_launch_file(what: object, settings: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A launch file that stands for a model as its model and its settings, below those given."""
+    """If `what` is a launch file: its model, and its settings where `settings` lacks them."""
     given = {**settings}
     path = what if isinstance(what, str) else str(what) if isinstance(what, Path) else ""
     if not launch.find(path):

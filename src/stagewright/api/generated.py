@@ -14,7 +14,7 @@ from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.time.astra_sim import adapted, configuration_files
 from stagewright.time.measured import load, measured
-from stagewright.trace.recorded import manifest
+from stagewright.trace.run_manifest import manifest
 from stagewright.trace.write import write
 from stagewright.views import kineto
 

@@ -58,7 +58,7 @@ def note_ignore_unknown(context: click.Context, parameter: click.Parameter, valu
 
 
 def launch_file(context: click.Context) -> None:
-    """Make a launch file that is MODEL the run file of the command, and show what was read."""
+    """If MODEL is a launch file, use it as the run file; show what was read."""
     from stagewright.launch import files
 
     variables, ignores = context.meta.get(_VARIABLES, {}), context.meta.get(_IGNORES, False)
@@ -89,22 +89,23 @@ def hardware_of(experiment: Experiment) -> str:
 def compile_run(
     run: Run, model: str | None, config: str | None, hardware: str | None = None
 ) -> CompiledRun:
-    """Compile; a manifest of an earlier run brings its model along unless another is named.
+    """Compile the run of a command line.
 
-    Where the run names no `device_memory`, that of `hardware` counts.
+    If `config` is a manifest and no MODEL is given, its recorded model is compiled. Where the run
+    names no `device_memory`, that of `hardware` counts.
     """
     from stagewright.lower import weight_storage
     from stagewright.lower.compile import compile
     from stagewright.run.notes import beyond_positions
-    from stagewright.trace.recorded import recorded_model
+    from stagewright.trace.run_manifest import load_model
 
-    recorded = recorded_model(config) if config is not None and model is None else None
+    in_manifest = load_model(config) if config is not None and model is None else None
     memory = None
     if hardware is not None:
         from stagewright.time.hardware import resolve
 
         memory = resolve(hardware).memory
-    compiled = compile(run, recorded, device_memory=memory)
+    compiled = compile(run, in_manifest, device_memory=memory)
     show_notes(beyond_positions(compiled.run, compiled.model))
     show_notes((*compiled.model.notes, *weight_storage.notes(compiled.run, compiled.model)))
     return compiled

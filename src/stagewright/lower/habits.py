@@ -1,4 +1,4 @@
-"""Habits of training frameworks in lowering: where they differ from Megatron-LM.
+"""Subclasses of `assembly.habit.Habit`: frameworks that differ from Megatron-LM in lowering.
 
 `Habit` has a method for every point in lowering where frameworks differ, and does there what
 Megatron-LM does; a class below overrides points. A run has the habits that its settings name; its

@@ -79,7 +79,7 @@ class TrainingStep:
     def _plan_of(self, variant: BlockVariant) -> Plan:
         if not variant.shared:
             return self.plan
-        # All of these axes split groups of the vocabulary; none is within a group.
+        # No axis splits the inside of a key-value group here: all split rows of the vocabulary.
         return replace(self.plan, vocabulary=("pp", *self.plan.tensor), inner=frozenset())
 
     @property

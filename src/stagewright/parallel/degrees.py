@@ -19,7 +19,7 @@ from stagewright.run.settings import Run
 
 
 class AxisUse(NamedTuple):
-    """Axis of the mesh; the degree, or axis of tp, that it is part of; that of experts' weights."""
+    """Axis of the mesh: its degree for dense weights, and its degree for experts' weights."""
 
     name: str
     size: int

@@ -81,7 +81,7 @@ def is_manifest(values: Mapping[str, Any]) -> bool:
     return "stagewright" in values and isinstance(values.get("run"), dict)
 
 
-def recorded_model(values: Mapping[str, Any], path: str | Path) -> ModelConfig | None:
+def model_of_manifest(values: Mapping[str, Any], path: str | Path) -> ModelConfig | None:
     """The model in an earlier run's manifest; None for a run file, which names it."""
     if not is_manifest(values):
         return None
@@ -96,8 +96,9 @@ def settings_of(
     overrides: Mapping[str, Any] | None = None,
     path: str | Path | None = None,
 ) -> tuple[dict[str, Any], Pending]:
-    """Settings of a run file or a manifest by our names, and what follows from all of them.
+    """Settings of a run file or a manifest by our names, and a `Pending`.
 
+    A `Pending` is what can only be computed once the whole run is known: `Run.completed` does so.
     `overrides`, by the names of any tool, go before. `path` is where the values stood, for errors.
     """
     over, follows = translate(overrides or {})

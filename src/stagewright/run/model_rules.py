@@ -17,8 +17,8 @@ _SEQUENCE = ("seq_length", "cp", "tp", "sequence_parallel", "cp_comm_type")
 def rules_of_model(model: ModelConfig, whose: str = "") -> tuple[RunRule, ...]:
     """Degrees divide what they split of a model, and nothing routes tokens without experts.
 
-    `whose` stands before what the rules ask for; their runs are checked against `model` whatever
-    model they are given.
+    `whose` prefixes the names of the rules. They check against this `model`, whatever model their
+    `check` is given.
     """
 
     def bound(of: RunRule) -> RunRule:

@@ -1,8 +1,7 @@
 """A rule of runs: a requirement in words, the settings that decide it, and its errors.
 
-Errors are a generator: each `yield` is a sentence that says what is wrong and what to change, below
-the condition under which it is so. The first one is raised, so that later conditions may rely on
-earlier ones.
+Errors are a generator: each `yield`, inside an `if`, is a sentence that says what is wrong and what
+to change. The first one is raised, so that later conditions may rely on earlier ones.
 
 >>> @rule("tp is even", "tp")
 ... def even(run: Run, model: ModelConfig) -> Errors:

@@ -30,13 +30,13 @@ from stagewright.model.architecture import LIMITS
 from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig
 from stagewright.printable import printable
-from stagewright.run import lengths
+from stagewright.run import frameworks, lengths
 from stagewright.run import requests as serving
 from stagewright.run.files import is_manifest, read_settings, settings_of
 from stagewright.run.other_names import Pending
 from stagewright.run.pipeline_split import compute_split, even_split, layout_split, split_with_ends
 from stagewright.run.requests import ranks_of_text, read_prefill
-from stagewright.run.sections import EXPERIMENT, SETTINGS, Settings, frameworks
+from stagewright.run.sections import EXPERIMENT, SETTINGS, Settings
 from stagewright.run.sections.declare import DEGREES, as_lists, setting_in_words, text_of
 from stagewright.run.sections.inference import PrefillRanks
 from stagewright.run.validation import invalid
@@ -142,7 +142,10 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
         overrides: Mapping[str, Any] | None = None,
         path: str | Path | None = None,
     ) -> Self:
-        """A run without the settings that options of other tools derive; `completed` adds these."""
+        """A run before `completed` adds what options of other tools imply.
+
+        Such an option is `--enable-expert-parallel`, from which `ep` and `etp` follow.
+        """
         try:
             if is_manifest(values):
                 values = {

@@ -51,6 +51,12 @@ class Schedule(NamedTuple):
     nearly the same time."""
     forwards_first: bool = False
     """True if a rank runs the forwards of all microbatches before its first backward."""
+    asynchronous: bool = False
+    """The host does not wait for messages, as it does in Megatron-LM's 1F1B; read where a rank has
+    one stage. In the runtime of zero bubble streams wait
+    (github.com/sail-sg/zero-bubble-pipeline-parallelism, pipeline_parallel/zerobubble/runtime.py),
+    and with `enable_vocab_parallel` messages are not synchronized with the host, either
+    (github.com/sail-sg/VocabularyParallelism, pipeline_parallel/p2p_communication.py)."""
     ends: SharedEnds | None = None
     """Stages before and after the layers that all ranks share; None: no stage is shared."""
 
@@ -92,9 +98,14 @@ SCHEDULES: dict[str, Schedule] = {
     ),
     "looped-bfs": Schedule(looped_bfs, None, forwards_first=True),
     "zb-h1": Schedule(
-        zb_h1, None, "pass in equal groups of pp or few more", _in_equal_groups, fills=2
+        zb_h1,
+        None,
+        "pass in equal groups of pp or few more",
+        _in_equal_groups,
+        fills=2,
+        asynchronous=True,
     ),
-    "zb-h2": Schedule(zb_h2, fills=3),
+    "zb-h2": Schedule(zb_h2, fills=3, asynchronous=True),
     "zbv": Schedule(zbv, 2, fills=2),
     "v-half": Schedule(v_half, 2, fills=2),
     "v-min": Schedule(v_min, 2),
@@ -102,9 +113,9 @@ SCHEDULES: dict[str, Schedule] = {
     "dualpipe": Schedule(
         dualpipe, 1, "be even and 2 x pp or more", _even_and_twice_pp, pairs_ranks=True, fills=2
     ),
-    "interlaced": Schedule(interlaced, ends=STOPS, fills=2),
-    "vocab-1": Schedule(vocab_1, ends=TWO_BARRIERS, fills=3),
-    "vocab-2": Schedule(vocab_2, ends=ONE_BARRIER, fills=3),
+    "interlaced": Schedule(interlaced, ends=STOPS, fills=2, asynchronous=True),
+    "vocab-1": Schedule(vocab_1, ends=TWO_BARRIERS, fills=3, asynchronous=True),
+    "vocab-2": Schedule(vocab_2, ends=ONE_BARRIER, fills=3, asynchronous=True),
     "v-half-vocab-1": Schedule(v_half_vocab_1, 2, ends=TWO_BARRIERS, fills=3),
 }
 

@@ -130,8 +130,10 @@ def pass_costs(
     Settings of passes are of four groups: `ATTENTION`, `EXPERTS`, `RECOMPUTE`, and the core, which
     is all others. The base of a core is its first candidate. Effects of attention are added to
     those of experts and recomputation, so that their product is never run: cost(attention, experts)
-    = cost(attention, base) + cost(base, experts) - cost(base, base). Weight gradients and overlap
-    are measured without recomputation.
+    = cost(attention, base) + cost(base, experts) - cost(base, base). With two values each, p2p and
+    a2a of `cp_comm_type`, ep=1 and ep=8, three runs give four costs: (p2p, 1), the base, (a2a, 1)
+    and (p2p, 8); (a2a, 8) is the sum of these two less the base. Weight gradients and overlap are
+    measured without recomputation.
 
     Columns are kinds of blocks; with `per_layer` four sets of them: as the run recomputes, without
     recomputation, and both with saved bytes on the host.

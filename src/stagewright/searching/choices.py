@@ -1,4 +1,4 @@
-"""Values of settings whose best candidates are compared: rows of the table of choices."""
+"""Rows of the second table of a search: each value of a setting, and the candidates with it."""
 
 from __future__ import annotations
 

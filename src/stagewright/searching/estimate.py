@@ -457,8 +457,8 @@ class _SamePipeline:
     def _outstanding(self, reduce: Float, compute: Float, kernels: Float, states: Int) -> Float:
         """Seconds that kernels of a block wait for reductions: [candidates, kinds].
 
-        Two reductions may be outstanding (`time.simulate.order`): when the next is issued, kernels
-        wait for the one before.
+        Two reductions may be outstanding (`_limit_outstanding` in `time.simulate.rules`): when the
+        next is issued, kernels wait for the one before.
         """
         dense, expert = reduce
         to_dense = self.estimates.states["expert to dense reduce"][states] * kernels

@@ -87,7 +87,7 @@ class ActionCosts:
     launches: Mapping[str, Float]
     """Launches of the same, in turn as well."""
     overlap_exposed: Float
-    """Share of what overlapping passes could hide that they do not: [candidates]."""
+    """0: two passes overlap fully; 1: they run in turn: [candidates]."""
 
     def of_step(self, step: ScheduleStep, chunk: slice = slice(None)) -> Float:
         """Seconds of an action, or of two that overlap."""
@@ -216,7 +216,10 @@ def _last_steps(
 
 @lru_cache(maxsize=256)
 def occupancies(order: Order) -> tuple[Occupancy, ...]:
-    """Occupancies at backward passes that no other one exceeds on every stage of the rank."""
+    """Occupancies at backward passes, the undominated ones: only these can be the peak.
+
+    Another dominates if it has as many microbatches in flight or more on every stage of the rank.
+    """
     result: list[Occupancy] = []
     for rank, steps in enumerate(order):
         stages = tuple(sorted({action.stage for action in flat(steps)}))

@@ -152,10 +152,10 @@ class Ranking:
         return ratio[np.isfinite(ratio)]
 
     def optimistic_values(self, names: Sequence[str]) -> Float:
-        """Objectives if each estimate were as much too high as the worst of its ZeRO stage so far.
+        """Estimates times the lowest ratio simulated / estimated at their ZeRO stage.
 
-        The factor is the lowest ratio of simulated to estimated values, and at most 1 - `SLACK`
-        (of bytes 1 - `MEMORY_SLACK`). ZeRO 0 and 1 count as one stage. [candidates, objectives].
+        That factor is at most 1 - `SLACK` (of bytes 1 - `MEMORY_SLACK`). ZeRO 0 and 1 count as one
+        stage. [candidates, objectives].
         """
         zero = np.maximum(self.candidates.numbers("zero"), 1)
         values = objectives.values(self.estimates, names)

@@ -16,7 +16,7 @@ from stagewright.launch.names import canonical
 from stagewright.model.catalog import resolve as resolve_model
 from stagewright.model.config import ModelConfig
 from stagewright.run.experiment import Experiment
-from stagewright.run.files import flat, is_manifest, read_settings, recorded_model
+from stagewright.run.files import flat, is_manifest, model_of_manifest, read_settings
 from stagewright.run.other_names import is_setting_name, setting_of
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.settings import usual_batch
@@ -69,7 +69,7 @@ def search_request(
     axes: dict[str, tuple[Any, ...]] = {}
     search_only: dict[str, Any] = {}
     if is_manifest(values):
-        model = model or recorded_model(values, path or "")
+        model = model or model_of_manifest(values, path or "")
     else:
         values = flat(values, path)
         if path is not None and launch.find(path):
@@ -126,11 +126,11 @@ _LAYOUT = frozenset({
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
     "microbatch_group_size_per_vp_stage", "moe_token_dispatcher_type", "moe_flex_dispatcher",
 })  # fmt: skip
-"""Settings of a launch file that a search finds itself: of a run file they are fixed."""
+"""Dropped from launch files, since the search finds them; those of a run file stay fixed."""
 
 
 def _pop_zero_allowance(values: dict[str, Any]) -> bool:
-    """Pop a `memory_allowance` of 0: runs say None; True if there was one: no headroom then."""
+    """A `memory_allowance` of 0 means no headroom: pop it, return True."""
     if str(values.get("memory_allowance")) in ("0", "0.0"):
         del values["memory_allowance"]
         return True

@@ -1,8 +1,8 @@
 """Search: estimate all candidates, then simulate the most promising until none can win.
 
 1. The best variant of each of the `top` layouts, by estimate.
-2. Candidates in the order of estimates, until none beats the best even if its estimate is too slow
-   by the worst error seen at its ZeRO stage.
+2. Candidates in the order of estimates, until no estimate, lowered by the worst error seen at its
+   ZeRO stage, beats the best.
 3. For the printed tables: the best of each choice (`choices`), and smaller variants of listed
    layouts.
 4. Step 2 again.
@@ -177,9 +177,9 @@ def _simulate_promising(simulator: _Simulator) -> None:
 
 
 def _simulate_choices(simulator: _Simulator) -> None:
-    """Simulate the best estimate of each row of the table of choices that may be a better answer.
+    """For each row of the table of choices, simulate its best estimate if that is promising.
 
-    That is one below the row's best simulated candidate by more than `SLACK`.
+    It is if it is more than `SLACK` below the row's best simulated value.
     """
     ranking, names = simulator.ranking, simulator.ranking.options.objectives[:1]
     remaining = MOST_CHOICES

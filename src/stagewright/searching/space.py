@@ -2,7 +2,7 @@
 
 Settings are crossed one by one. A constraint is applied once all settings that it reads are
 crossed, so that refused combinations are not multiplied. A setting without effect keeps its first
-value (`idle_conditions`), and of settings that say the same in other words one remains
+value (`idle_conditions`), and of candidates that are the same run in other words one remains
 (`_EQUIVALENT`).
 
 >>> from stagewright.run.sections.cluster import ClusterSection
@@ -310,7 +310,7 @@ class _PartialCandidates:
             chunk = self.candidates.take(slice(begin, begin + step)).crossed(name, values)
             allowed = self._allowed(chunk, applicable)
             chunk, parents = chunk.take(allowed), allowed // len(values)
-            # Of candidates without effect, those with the parent of the one before are copies.
+            # Where the setting is idle, only a parent's first child is kept.
             redundant = np.zeros(len(chunk), dtype=bool)
             idle = np.flatnonzero(self._is_idle(chunk, name))
             redundant[idle[1:]] = parents[idle[1:]] == parents[idle[:-1]]

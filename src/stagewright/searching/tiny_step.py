@@ -235,7 +235,7 @@ def _communicates_over(tiny: _TinyStep, degree: str) -> Bool:
 
 
 def _weight_half(tiny: _TinyStep, backward: Bool) -> Bool:
-    """Mask of rows from the first return to a block on: weight gradients of halved passes."""
+    """Weight-gradient rows: from where backward first returns to a block that it had left."""
     rows = np.flatnonzero(backward)
     block = tiny.block[rows]
     entries = np.flatnonzero(np.diff(block, prepend=-1))

@@ -176,8 +176,8 @@ def _ring(op: str, total: Amount, uses: list[TierUse], size: MessageSize) -> Amo
     )
     outer = uses[-1]
     if outer.level and outer.below > 1:
-        # Of all links of the ring a part skips one. For most parts that is a link within a node:
-        # they also pass the link that closes the ring, from the last node to the first.
+        # A part crosses all links but one. The one skipped is mostly inside a node, so the network
+        # link that closes the ring counts instead.
         hops += outer.tier.hop_us - uses[0].tier.hop_us
     start = max(use.tier.start(size) for use in uses)
     moved = total * (ranks - 1) / ranks
@@ -228,10 +228,10 @@ def _direct(op: str, total: Amount, uses: list[TierUse], size: MessageSize) -> A
 
 
 def detour(use: TierUse) -> float:
-    """Links that a byte to a random member passes, over those that the group has.
+    """Slowdown of an all-to-all by a torus's detours; 1 elsewhere.
 
-    Elsewhere than in a torus one. A byte passes a quarter of each ring, and the longest one decides
-    while the others wait.
+    A byte to a random member passes a quarter of each ring's links. The longest ring decides, while
+    the others wait.
     """
     if not use.rings:
         return 1.0

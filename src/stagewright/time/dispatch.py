@@ -88,7 +88,7 @@ class DispatchKernels(NamedTuple):
 
     @classmethod
     def in_engine(cls, run: Run, model: ModelConfig, engine: str | None) -> DispatchKernels | None:
-        """Kernels of an engine with attention data parallelism; None: a copy per expert.
+        """Kernels of a serving engine with attention data parallelism; None: a copy per expert.
 
         By default engines gather them: vLLM's `all2all_backend` is `allgather_reducescatter`
         (vllm/config/parallel.py), and SGLang's `moe_a2a_backend` is `none`. TensorRT-LLM gathers
@@ -96,7 +96,7 @@ class DispatchKernels(NamedTuple):
         communication_factory.py); newer versions first try all-to-alls over NVLink, which are not
         modelled.
         """
-        if run.mode == "train" or engine is None or run.dp == 1 or run.ep == 1:
+        if engine is None or run.dp == 1 or run.ep == 1:
             return None
         return cls(model.num_experts, model.top_k, gathered=True)
 

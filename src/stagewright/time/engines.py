@@ -64,9 +64,7 @@ SGLang's `DUAL_STREAM_TOKEN_THRESHOLD`, which is taken for all engines."""
 
 
 def served_machine(run: Run, model: ModelConfig, machine: Machine, engine: str | None) -> Machine:
-    """The machine with the kernels of an engine, in steps of inference."""
-    if run.mode == "train":
-        return machine
+    """The machine with the kernels of an engine, for a step of inference."""
     blocks, cache = in_blocks(run, model), run.kv_cache_dtype or "bf16"
     return machine.for_inference(blocks=blocks, engine=engine, cache=cache)
 
@@ -79,13 +77,11 @@ def engine_seconds(
     engine: str | None,
     hardware: Hardware,
 ) -> Float:
-    """Durations of a rank's tasks in an engine, given isolated ones; of training, these.
+    """Durations of a rank's tasks in an engine, given isolated ones; for steps of inference.
 
     `engine`: as `Execution.serving_engine`; None: what all engines do. `hardware`: hardware of
     `served_machine`.
     """
-    if run.mode == "train":
-        return isolated
     seconds = with_mixed_attention(tasks, isolated, run, model, hardware)
     blocks = in_blocks(run, model)
     seconds = without_fused_launches(tasks, seconds, engine, hardware, blocks=blocks)

@@ -154,9 +154,9 @@ def test_a_manifest_repeats_a_module(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "one" / "manifest.json").read_text())
     found["run"]["model"] = "gone.stg"
     again.write_text(json.dumps(found))
-    from stagewright.trace.recorded import recorded_model
+    from stagewright.trace.run_manifest import load_model
 
-    model = recorded_model(again)
+    model = load_model(again)
     assert model is not None
     assert model.modules[0].text == GATED
     sw.generate(sw.compile(Run.load(again), model), str(tmp_path / "two"))

@@ -17,7 +17,7 @@ from stagewright.model.catalog import resolve
 from stagewright.model.json import from_json, to_json
 from stagewright.model.presets import PRESETS
 from stagewright.run.settings import Run
-from stagewright.trace.recorded import recorded_model
+from stagewright.trace.run_manifest import load_model
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -32,8 +32,8 @@ def test_a_manifest_repeats_its_run(name: str, tmp_path: Path):
     compiled = sw.compile(Run(model=name, layers=2))
     sw.generate(compiled, tmp_path / "one")
     manifest = tmp_path / "one" / "manifest.json"
-    assert recorded_model(manifest) == compiled.model
-    sw.generate(sw.compile(Run.load(manifest), recorded_model(manifest)), tmp_path / "two")
+    assert load_model(manifest) == compiled.model
+    sw.generate(sw.compile(Run.load(manifest), load_model(manifest)), tmp_path / "two")
     for path in (tmp_path / "one").iterdir():
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
 

@@ -22,7 +22,7 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.parallelism import ParallelismSection
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import SCHEDULES
-from stagewright.trace.recorded import recorded_model
+from stagewright.trace.run_manifest import load_model
 
 SIZES: dict[str, Any] = {
     "name": "toy",
@@ -315,11 +315,11 @@ def test_a_manifest_brings_its_model(tmp_path: Path):
     fields = {name: getattr(LEARNED, name) for name in LEARNED.__dataclass_fields__}
     path.write_text(json.dumps({"stagewright": "0.1.0", "run": {"model": "x"}, "model": fields}))
 
-    assert recorded_model(path) == LEARNED
+    assert load_model(path) == LEARNED
 
 
 def test_a_run_file_brings_no_model(run_file: Callable[[str], Path]):
-    assert recorded_model(run_file("model: toy\n")) is None
+    assert load_model(run_file("model: toy\n")) is None
 
 
 def test_a_run_file_may_be_grouped_by_section(run_file: Callable[[str], Path]):
@@ -414,16 +414,16 @@ def test_a_manifest_with_a_broken_model(tmp_path: Path, model: object):
     path.write_text(json.dumps({"stagewright": "9", "run": {"model": "toy"}, "model": model}))
 
     with pytest.raises(UserError, match="cannot read the model of this manifest"):
-        recorded_model(path)
+        load_model(path)
 
 
 @pytest.mark.parametrize("model", [TOY, LEARNED, ENCODER])
-def test_recorded_models_come_back(tmp_path: Path, model: ModelConfig):
+def test_models_of_manifests_come_back(tmp_path: Path, model: ModelConfig):
     path = tmp_path / "manifest.json"
     fields = {name: getattr(model, name) for name in model.__dataclass_fields__}
     path.write_text(json.dumps({"stagewright": "9", "run": {"model": "toy"}, "model": fields}))
 
-    assert recorded_model(path) == model
+    assert load_model(path) == model
 
 
 def test_ranks_share_key_value_heads_evenly():

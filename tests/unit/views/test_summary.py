@@ -17,7 +17,7 @@ from stagewright.program.columns import Program, RankClass, RankWork, TaskKind, 
 from stagewright.program.communicators import Communicator, Peer
 from stagewright.run.settings import Run
 from stagewright.schedule.generators import gpipe
-from stagewright.trace.recorded import manifest
+from stagewright.trace.run_manifest import manifest
 from stagewright.views.summary import summary, summary_text
 
 

@@ -1,4 +1,4 @@
-"""Points in lowering where training frameworks differ, and the orders of tasks that they choose."""
+"""Base class `Habit`: the points in lowering where frameworks differ, and orders of tasks."""
 
 from __future__ import annotations
 

@@ -62,7 +62,10 @@ def _fuses(n: Node) -> bool:
 
 
 class _Lowering:
-    """Lowering of one block; `maker`: the task that makes a value, or its interface."""
+    """Lowering of one block.
+
+    `maker`: the task that makes a value, or for inputs the `LiveValue` from another block.
+    """
 
     def __init__(self, graph: Graph, extent: Extent, mesh: Mesh, rules: KernelRules) -> None:
         self.rings: dict[tuple[Node, ...], list[LoweredTask]] = {}
@@ -228,7 +231,8 @@ class _Lowering:
             section=self.section(first),
             axes=("pp",) if first.scope == SUMS else (),
             flops=flops,
-            # A launch without rows has a byte; elsewhere bytes are linear in the rows of experts.
+            # An optimizer kernel counts at least 1 byte, also without rows. Bytes of all others are
+            # linear in the rows of experts.
             traffic=max(int(first.phase == "optimizer"), sum(reads.values()) + written),
             # Of the first operand: of a product the input, in whose format it is multiplied, and
             # not the weight, which may be stored in fewer bits.

@@ -1,4 +1,4 @@
-"""Habits of training frameworks: each an option, and `framework` chooses the defaults of all.
+"""Settings of habits of training frameworks; `framework` chooses the defaults of all.
 
 The default is Megatron-LM's habit; `habits` has those of other frameworks.
 docs/internals/frameworks.md shows both, with sources.

@@ -1,6 +1,7 @@
-"""All tasks of a rank class in issue order: their dependencies, and what connects them to others.
+"""All tasks of a rank class in issue order, for reports; the step time does not need them.
 
-Times need distinct units alone. Reports need every task: lanes, breakdown, critical path, pictures.
+Breakdown, critical path and pictures read every task with its dependencies and its ties to other
+ranks. The time of a step follows from distinct units alone (`plan`, `execute`).
 """
 
 from __future__ import annotations

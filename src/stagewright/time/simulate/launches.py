@@ -57,6 +57,7 @@ from stagewright.program.shapes import GEMM, ops_of
 from stagewright.run.requests import groups
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
+from stagewright.schedule.schedules import SCHEDULES
 from stagewright.time.fused_gemms import joint_rows, within_products
 from stagewright.time.hardware import Hardware
 from stagewright.time.roofline import timing_of
@@ -136,13 +137,6 @@ EAGER_KERNELS: Mapping[str, int] = {
     "rms_scale_bwd": 5,  # mul, mul, sum, pow, mul
 }
 """Kernels per unfused op of PyTorch; one for all other ops."""
-
-ASYNCHRONOUS = ("zb-h1", "zb-h2", "interlaced", "vocab-1", "vocab-2")
-"""Schedules of one stage per rank whose messages the host does not wait for, unlike Megatron-LM's
-1F1B: in the runtime of zero bubble, streams wait
-(github.com/sail-sg/zero-bubble-pipeline-parallelism, pipeline_parallel/zerobubble/runtime.py), and
-with `enable_vocab_parallel` messages are not synchronized with the host, either
-(github.com/sail-sg/VocabularyParallelism, pipeline_parallel/p2p_communication.py)."""
 
 _WHOLE_PROGRAMS = ("Google", "AWS")
 """Vendors whose compilers (XLA, Neuron) compile a step to one program."""
@@ -431,7 +425,8 @@ def _waits(program: Program, tasks: Tasks, run: Run) -> Bool:
     if run.framework == "megatron":
         clips = _computes(tasks, {"divide"})
         waits |= clips & (tasks.phase == OPTIMIZER_PHASE) & (tasks.kind == TaskKind.COMPUTE)
-        if run.vpp == 1 and run.schedule not in ASYNCHRONOUS:
+        schedule = SCHEDULES.get(run.schedule or "")
+        if run.vpp == 1 and not (schedule and schedule.asynchronous):
             between_stages = np.array([peer.axis == "pp" for peer in program.peers] + [False])
             messages = tasks.kind == TaskKind.RECV
             waits |= messages & between_stages[np.where(messages, tasks.slot, -1)]

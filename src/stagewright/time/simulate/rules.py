@@ -68,7 +68,7 @@ class Register(IntEnum):
 
 
 RegisterKey = tuple[Register, int, int]
-"""A register, the limit that it is for (`_limit_outstanding`), and the stream."""
+"""(register, index of the backpressure limit or 0, stream); limits: `_limit_outstanding`."""
 
 LAUNCHED: RegisterKey = (Register.LAUNCHED, 0, 0)
 KERNEL: RegisterKey = (Register.KERNEL, 0, 0)

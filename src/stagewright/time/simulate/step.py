@@ -425,24 +425,27 @@ def timeline_of_step(
     """
     run, model = compiled.run, compiled.model
     overlaps_dispatch, engine = execution.overlap_moe_expert_parallel_comm, execution.serving_engine
+    serves = run.mode != "train"
     if overlaps_dispatch:
         ep_overlap.check(run)
-    machine = served_machine(run, model, machine, engine)
+    if serves:
+        machine = served_machine(run, model, machine, engine)
     missing = without_rates(compiled, machine.hardware)
     if missing:
         machine = replace(machine, hardware=machine.hardware.with_rates_of_bf16(missing))
     if execution.moe_flex_dispatcher:
         dispatch = DispatchKernels.of(run, model, overlapped=overlaps_dispatch)
     else:
-        dispatch = DispatchKernels.in_engine(run, model, engine)
+        dispatch = DispatchKernels.in_engine(run, model, engine) if serves else None
 
     def simulate_program(program: Program) -> Timeline:
         overlap = execution.tp_comm_overlap
-        isolated = task_seconds(program, machine, tp_comm_overlap=overlap, dispatch=dispatch)
-        seconds = [
-            engine_seconds(c.work.actions.tasks, of_class, run, model, engine, machine.hardware)
-            for c, of_class in zip(program.classes, isolated, strict=True)
-        ]
+        seconds = task_seconds(program, machine, tp_comm_overlap=overlap, dispatch=dispatch)
+        if serves:
+            seconds = [
+                engine_seconds(c.work.actions.tasks, isolated, run, model, engine, machine.hardware)
+                for c, isolated in zip(program.classes, seconds, strict=True)
+            ]
         hosts = host_work(program, run, execution, machine.hardware)
         return timeline_of(program, seconds, execution, slowdowns, progress, hosts)
 

@@ -1,4 +1,4 @@
-"""Profiles of training frameworks: the defaults that settings have in each framework.
+"""Defaults of settings in each training framework: its *profile*.
 
 `Run.framework` names a profile. A setting that a run gives goes before its profile; a setting that
 neither gives has the default of `Run`, which is Megatron-LM's habit. Each setting declares its

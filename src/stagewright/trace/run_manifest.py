@@ -1,4 +1,4 @@
-"""Records a run beside its traces; reads run and model back from run files, manifests, bundles."""
+"""The manifest of a run beside its traces; reads run and model back from it, bundles, run files."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def load_experiment(
     return Experiment.of(values, overrides, path, gpus_per_node=gpus_per_node)
 
 
-def recorded_model(path: str | Path) -> ModelConfig | None:
+def load_model(path: str | Path) -> ModelConfig | None:
     """The model in an earlier run's manifest or bundle; None for a run file, which names it."""
-    return files.recorded_model(_settings(path), path)
+    return files.model_of_manifest(_settings(path), path)
 
 
 def least_bytes(path: str | Path) -> int:
