@@ -161,6 +161,18 @@ def meaning() -> Iterator[str]:
     return _lines(pattern, ("graph/", "lower/", "time/"))
 
 
+def unnamed() -> Iterator[str]:
+    """Modules and packages that the docstring of their package does not name."""
+    for module in modules().values():
+        parent, _, name = module.name.rpartition(".")
+        if parent and not name.startswith("_"):
+            package = modules()[parent]
+            text = ast.get_docstring(package.tree) or ""
+            words = re.findall(r"\w+", " ".join(re.findall("`([^`]+)`", text)))
+            if parent != "stagewright" and name not in words:
+                yield f"{package.place}: {name}"
+
+
 def _lines(pattern: re.Pattern[str], rooms: tuple[str, ...] = ("",)) -> Iterator[str]:
     for module in modules().values():
         if module.place.startswith(rooms):
@@ -177,6 +189,7 @@ FIGURES: dict[str, Callable[[], Iterable[str]]] = {
     "riddles": riddles,
     "roles": roles,
     "meaning": meaning,
+    "unnamed": unnamed,
 }
 
 

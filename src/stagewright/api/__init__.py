@@ -7,6 +7,13 @@
 True
 
 A run is given as the name of a model with settings (the fields of `Run`), as a `Run`, or as the
-result of `compile`. Errors are `UserError`s that say what to change. The package exports these
-names; a module imports what its own function needs, so that traces are written without a chart.
+result of `compile`. Errors are `UserError`s that say what to change. The package exports the
+functions; a module imports what its own function needs, so that traces are written without a chart.
+
+- Runs: `experiments` (`load_run`, `read_launch`), `compiled` (`compile`), `generated` (`generate`),
+  `simulated` (`simulate`, `report`), `searched` (`search`).
+- Requests over time: `served` (`serve`) and `searched_serving` (`search_serving`). They read
+  `workloads`, `deployment` and `stages` from settings, of which files hold lists (`rows`).
+- Recorded steps: `calibrated`, `compared` and `replayed`.
+- `result` is the base of all that is returned: text, tables, JSON and files.
 """

@@ -1,4 +1,4 @@
-"""x"""
+"""Writes the text of an imported model: a module for each kind of layer, and their chain."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """From sharded graphs, a schedule and numbers to the program of every rank.
 
-`compile.compile` takes a checked `Run` with its `ModelConfig` and returns a `CompiledRun`, whose
-`Program` has FLOPs and bytes of every kernel, bytes and group of every collective, and the rows
-between which every value is live. It calls the pipeline of the run's mode; training's stands on one
-screen (`training.compile_training`), and serving's calls the same steps with other blocks.
+`compile.compile` resolves and checks a `Run`, and compiles it by the pipeline of its mode. The
+result is a `CompiledRun` (`compiled_run`), whose `Program` has FLOPs and bytes of every kernel,
+bytes and group of every collective, and the rows between which every value is live. Training's
+pipeline stands on one screen (`training.compile_training`); serving's calls the same steps with
+other blocks.
 
 1. A model is a chain of blocks of few variants (`variants`). Each variant becomes one graph, built
    for one device, recomputed and sharded (`blocks.shard_block`): symbolic, so that runs share it.
@@ -15,11 +16,12 @@ screen (`training.compile_training`), and serving's calls the same steps with ot
 
 Runs that differ in few settings share the results of each step; the memo of a step is keyed by all
 that it reads. Where frameworks differ, `assembly.habit.Habit` has a method: Megatron-LM's way, that
-subclasses override. To see what a block became: `stagewright show MODEL --graph`.
+the classes of `habits` and `fsdp` override. To see what a block became: `stagewright show MODEL
+--graph`.
 
 `serving_step` is the pipeline of serving (`disaggregated` joins two of these). Both read the
 settings of `recipe`, the user's layouts of `strategy_table` and the trained `parameters`; `routing`
 has the loads of experts, `offload` and `weight_storage` values in host memory and in few bits.
-`habits` and `fsdp` have what other frameworks do. `traced_graph` makes a program of a graph that
-PyTorch recorded.
+`checkpoint` has the bytes of a checkpoint. `traced_graph` makes a program of a graph that PyTorch
+recorded.
 """

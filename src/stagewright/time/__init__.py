@@ -19,6 +19,7 @@ fitted to measured kernels. `durations.task_seconds` asks for the seconds of eac
 Three modules change isolated durations because of what runs at the same time: `dispatch` slows
 kernels down while tokens are sent, `tp_overlap` hides collectives of tensor parallelism behind
 their products, `engines` knows what serving engines fuse and overlap. The package `simulate` puts
-the durations into streams and gives the time of a step. From that follow power and energy (`power`)
-and US dollars (`ownership`). `astra_sim` describes the same machine to another simulator.
+the durations into streams and gives the time of a step. From that follow power and energy
+(`power`), US dollars (`ownership`), and the time of a whole `job`, of which `goodput` is the useful
+share. `astra_sim` describes the same machine to another simulator.
 """

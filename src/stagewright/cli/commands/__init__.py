@@ -1,4 +1,9 @@
-"""Commands, one module each: its `ENTRY` is all that adding a command takes."""
+"""Commands, one module each: its `ENTRY` is all that adding a command takes.
+
+Of runs: `show`, `generate`, `simulate`, `search`, `serve`, `report`. Of traces: `inspect`,
+`verify`, `diff`, `expand`. Of recorded steps: `replay`, `compare`, `calibrate`. Of data and the
+installation: `models`, `hardware`, `validate`, `doctor`. `import_model` is `stagewright import`.
+"""
 
 from __future__ import annotations
 

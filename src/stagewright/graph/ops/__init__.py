@@ -1,6 +1,10 @@
 """The rows of the op table by family: what an op computes in numpy, its gradient and its costs.
 
-In: ways to make nodes (`graph.make`). Out: `OPS`, filled.
+In: ways to make nodes (`graph.make`). Out: `OPS`, filled. `dense`: products, element-wise ops,
+norms. `streams`: several residual streams. `attention`, with its caches, and the `indexer` that
+chooses its keys. `state`: recurrences. `experts`: routing and copies. `vocabulary`: embedding and
+loss. `general`: convolutions, and ops of which only bytes count. `step`: once per step, such as
+optimizers. `shared` has helpers of several families.
 """
 
 from stagewright.graph.ops import (

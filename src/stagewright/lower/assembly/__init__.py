@@ -11,9 +11,9 @@
 | `AssembledWork` | `work` | work of a rank class: rows, values and memory when they are read |
 
 `assemble` calls these in order. Stages with equal blocks share a `Stage` (`StageKey`); those whose
-messages go equally far are of one *stage class* of a program. Segments, actions and the table do
-not depend on the number of microbatches; of the ranks, only the slots of mirrored and tied groups
-and the shifts of messages do.
+messages go equally far are of one *stage class* of a program. No segment (`segments`), action or
+row of the table depends on the number of microbatches. On the number of ranks depend only slots of
+mirrored and tied groups, and shifts of messages.
 
 A `RowRefs` is how rows refer to rows before ranks and microbatches are known: a stage on the same
 rank, a part of the pass, a row of its segment. `habit` has the points where frameworks differ,

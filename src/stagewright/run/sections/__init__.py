@@ -1,7 +1,11 @@
 """Sections of a run: what may be set, each setting declared once, in groups that are read alone.
 
 In: nothing. Out: `SETTINGS`, from which `Run`, the command line, checks and documentation follow.
-Neither pydantic nor numpy is imported here.
+Neither pydantic nor numpy is imported here. `declare` has the declaration of a setting.
+
+A run has `model`, `parallelism`, `batch` (with the schedule), `memory` (recomputation, offload),
+`experts`, `adapters`, `inference`, `precision` and the `habits` of frameworks. An experiment adds
+`cluster` and `execution`, and `serving` the requests over time.
 """
 
 from __future__ import annotations

@@ -1,1 +1,5 @@
-"""Sources of requests: recorded traces, and sampled arrivals and lengths."""
+"""Sources of requests: recorded traces, and sampled arrivals and lengths.
+
+`synthetic` draws requests. `traces` reads recorded ones, `clients` the results of benchmark
+clients, `weka` conversations of coding agents.
+"""

@@ -8,7 +8,8 @@ How the time of a step comes about:
 3. Ranks with equal times are one *lane* (`lanes`), and only lanes are simulated.
 4. A rank issues *units*: mostly one copy of an action, such as the forward of one microbatch
    (`units`). Distinct units have their rows once, whatever ranks and microbatches issue them.
-5. `order` puts the rows of a unit in the order in which a framework issues them. `rules` gives each
+5. `order` puts the rows of a unit in the order in which a framework issues them (`ep_overlap`: of
+   two microbatches in turn). `rules` gives each
    row its stream, and what it waits for: rows of its unit, or *registers*, which hold the last end
    on each stream before the unit.
 6. Units are cut into *fragments* at collectives of several lanes. The end of a row is the latest of
@@ -23,5 +24,5 @@ How the time of a step comes about:
    for `memory` over time, and for all tasks of a rank (`expand`), on which `breakdown` and the
    critical path rest.
 10. `steady` simulates decode on a pipeline as one of many steps; `step.SimulatedStep` holds the
-    results, with `utilization` and metrics of `serving`.
+    results, with `utilization`, `power_over_time` and metrics of `serving`.
 """

@@ -2,7 +2,9 @@
 
 A row names the model types of the files, the map of their fields, and the preset that says what the
 files do not. The keys that files of a model type may leave out are in `data/config_defaults.yaml`.
-To add a family of known layers, add a row, and its defaults.
+To add a family of known layers, add a row, and its defaults. Modules: `ai2`, `deepseek`, `glm`,
+`google`, `gpt`, `ibm`, `meta`, `microsoft`, `minimax`, `mistral`, `nvidia`, `qwen`, `tii`, and
+`others`, of makers with one or two.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Requests over time, and the engines that serve them: settings of `stagewright serve`."""
+"""Requests over time, and the engines that serve them: settings of `stagewright serve`.
+
+`workload`: requests and limits. `engines`: schedulers and their limits. `pools`: instances of
+several kinds. `operation`: full queues, failures, autoscaling.
+"""
 
 from collections.abc import Mapping
 from types import MappingProxyType
