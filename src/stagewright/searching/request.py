@@ -36,6 +36,7 @@ from stagewright.searching.lists import is_listed, values_of
 from stagewright.searching.machines import MOST_SYSTEMS, Fleet, Specs, path_of, varied
 from stagewright.searching.space import Space, check_searched
 from stagewright.time.hardware import Hardware, resolve
+from stagewright.time.job import check_job
 from stagewright.time.ownership import costs_of
 
 
@@ -91,6 +92,7 @@ def search_request(
     base = Experiment.of(values, options, path)
     cluster = base.cluster
     costs_of(cluster.price, cluster.costs)
+    check_job(cluster, base.run.mode)
     if cluster.durations is not None:
         raise UserError(
             "a search computes all durations; leave durations out, and give the file "

@@ -89,8 +89,8 @@ def goodput_of(
 
     Raises UserError for what is missing, and for settings that mean nothing without the others.
     """
-    if not cluster.failures or compiled.run.mode != "train":
-        _refuse_without_failures(cluster)
+    check_job(cluster, compiled.run.mode)
+    if not cluster.failures:
         return None
     gpus, replicas = compiled.program.mesh.world_size, compiled.run.dp
     return goodput_with(cluster, hardware, checkpoint(compiled), gpus=gpus, replicas=replicas)
@@ -143,13 +143,29 @@ _WITH_FAILURES = (
 )
 
 
-def _refuse_without_failures(cluster: ClusterSection) -> None:
-    for name in _WITH_FAILURES:
-        if getattr(cluster, name) not in (None, False, "auto"):
+def check_job(cluster: ClusterSection, mode: str) -> None:
+    """Raise UserError for settings of a job that miss another, or mean nothing here."""
+    given = [name for name in _WITH_FAILURES if getattr(cluster, name) not in (None, False, "auto")]
+    if mode != "train" and (cluster.failures or cluster.tokens or given):
+        raise UserError("tokens, failures and checkpoints are of a training job; leave them out")
+    if not cluster.failures:
+        if given:
             raise UserError(
-                f"{name} means nothing without failures; give --failures, interruptions per 1,000 "
-                "node-days, such as 3.8 (Llama 3 on 16,384 H100)"
+                f"{given[0]} means nothing without failures; give --failures, interruptions per "
+                "1,000 node-days, such as 3.8 (Llama 3 on 16,384 H100)"
             )
+        return
+    alone = cluster.replica_recovery is not None
+    for name in ("detect", "restart", *(() if alone else ("storage_gb_s",))):
+        _needed(cluster, name)
+    if alone and (unused := {*given} & {"checkpoint", "storage_gb_s", "async_checkpoint"}):
+        raise UserError(
+            f"{min(unused)} means nothing with replica_recovery: a failure loses no work, and "
+            "checkpoints are not counted; leave one of them out"
+        )
+    if (cluster.spares is None) != (cluster.repair is None):
+        given_one, other = ("spares", "repair") if cluster.repair is None else ("repair", "spares")
+        raise UserError(f"{given_one} needs {other}; give --{other}, such as {_EXAMPLES[other]}")
 
 
 _EXAMPLES: Mapping[str, str] = {
@@ -157,6 +173,7 @@ _EXAMPLES: Mapping[str, str] = {
     "restart": "300s",
     "storage_gb_s": "100",
     "repair": "24h",
+    "spares": "2",
 }
 
 
@@ -195,10 +212,6 @@ def _period(cluster: ClusterSection, saving: Saving) -> float | None:
 
 def _spares(cluster: ClusterSection, nodes: int) -> Spares | None:
     if cluster.spares is None:
-        if cluster.repair is not None:
-            raise UserError(
-                "repair is the time of a node away, for spares; give --spares, such as 2"
-            )
         return None
     assert cluster.failures is not None
     broken = goodput.broken_machines(nodes, cluster.failures, _needed(cluster, "repair") / 3600)

@@ -24,6 +24,8 @@ from stagewright.views.summary import hold_line, stored_line
 from stagewright.views.tables import of_class
 
 _MOST_ROWS = 32
+MOST_DAYS = 1e6
+"""Days of a job that are still printed."""
 _LAUNCHES = 0.005
 """The share of a step from which on waiting for the host has a column of its own."""
 
@@ -171,6 +173,9 @@ def goodput_lines(step: SimulatedStep) -> Iterator[str]:
                 f"{of.spares.spares_needed} keep that below 1%"
             )
     if job is not None:
+        if job.days > MOST_DAYS:
+            yield f"{count(round(job.tokens))} tokens: the job makes no progress worth naming"
+            return
         cost = "" if job.usd is None else f", {count(round(job.usd))} USD"
         without = f"{job.days_without_failures:,.1f} days without failures"
         yield (

@@ -185,7 +185,11 @@ def test_a_job_says_what_it_assumes() -> None:
 def test_stalls_end_with_asynchronous_checkpoints_and_independent_replicas() -> None:
     synchronous, asynchronous, replicas = (
         _simulate(failures=3000, **more).goodput
-        for more in ({}, {"async_checkpoint": True}, {"replica_recovery": 30})
+        for more in (
+            {},
+            {"async_checkpoint": True},
+            {"replica_recovery": 30, "storage_gb_s": None},
+        )  # fmt: skip
     )
     assert synchronous
     assert asynchronous

@@ -225,7 +225,7 @@ def _timed(compiled: CompiledRun, step: SimulatedStep) -> list[Card]:
     if step.goodput is not None:
         a_day = f"{step.goodput.interruptions_per_day:,.3g} interruptions a day"
         shown.append(Card("Goodput", f"{step.goodput.useful_share:.1%}", a_day))
-    if step.job is not None:
+    if step.job is not None and step.job.days <= step_tables.MOST_DAYS:
         tokens = f"for {count(round(step.job.tokens))} tokens"
         shown.append(Card("Days", f"{step.job.days:,.1f}", tokens))
     return shown
