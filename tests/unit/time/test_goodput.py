@@ -189,7 +189,7 @@ def test_stalls_end_with_asynchronous_checkpoints_and_independent_replicas() -> 
             {},
             {"async_checkpoint": True},
             {"replica_recovery": 30, "storage_gb_s": None},
-        )  # fmt: skip
+        )
     )
     assert synchronous
     assert asynchronous
