@@ -447,9 +447,9 @@ def certainty(ranking: Ranking) -> str:
     for name in ranking.options.objectives:
         errors = ranking.errors(name)
         if len(errors):
-            low, high = (_percent(error - 1) for error in (errors.min(), errors.max()))
+            low, high = (_percent(1 / error - 1) for error in (errors.max(), errors.min()))
             off = low if low == high else f"{low} to {high}"
-            sentences.append(f"simulated {_VERBS[name][0]} {off} off the estimate")
+            sentences.append(f"estimated {_VERBS[name][0]} {off} off the simulation")
     missing = int(ranking.without_metrics.sum())
     if missing:
         were = plural(missing, "candidate was", "candidates were")

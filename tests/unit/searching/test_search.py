@@ -527,16 +527,16 @@ def test_how_sure_the_answer_is():
         return certainty(search(rows, SearchOptions(names, most=most), estimator=columns))
 
     assert said("memory") == (
-        "simulated memory is 0.0% off the estimate; no proof: a candidate not simulated can take "
+        "estimated memory is 0.0% off the simulation; no proof: a candidate not simulated can take "
         "less memory only if its estimate is further off"
     )
     assert said("time") == (
-        "simulated times are -20.0% off the estimate; no proof: a candidate not simulated can be "
+        "estimated times are +25.0% off the simulation; no proof: a candidate not simulated can be "
         "faster only if its estimate is further off; --exact gives proof"
     )
     assert certainty(
         search(rows, estimator=columns, options=SearchOptions(top=9, most=9))
-    ).startswith("simulated times are -20.0%")
+    ).startswith("estimated times are +25.0%")
 
 
 def test_estimates_of_recomputed_experts_are_those_of_their_layout():
