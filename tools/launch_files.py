@@ -3,8 +3,8 @@
     python tools/launch_files.py FOLDER
 
 Verdicts: `read`; `asked`, read with values in place of those from outside, which the line names;
-`refused`, what would change the step is not modelled, or the file is broken; `other`, it starts no
-training step.
+`refused`, what would change the step is not modelled, or the file is broken; `other`, it neither
+trains nor serves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from stagewright.launch import files
 
 _OTHER = ("runs no training step", "starts ", "is no launch file")
 _ASK = re.compile(r"--set ([\w-]+)=")
-_SIZES = {"vocab-size": "32000"}
+_SIZES = {"vocab-size": "32000", "TP": "8", "EP_SIZE": "8", "CONC": "64", "ISL": "1024",
+          "OSL": "1024", "MAX_MODEL_LEN": "4096", "MAX_NUM_TOKENS": "8192"}  # fmt: skip
 """Values of what is asked for; all others are 1."""
 
 

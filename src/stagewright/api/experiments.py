@@ -12,6 +12,7 @@ from stagewright.launch import files as launch
 from stagewright.launch.reading import LaunchFile
 from stagewright.run.experiment import Experiment
 from stagewright.run.other_names import setting_of
+from stagewright.run.sections.serving import OF_ONE_STEP, SERVING, by_own_names
 from stagewright.run.settings import Run
 from stagewright.time.hardware import resolve
 from stagewright.trace import run_manifest
@@ -54,15 +55,22 @@ def read_launch(
     )
 
 
-def with_launch_file(what: object, settings: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """If `what` is a launch file: its model, and its settings where `settings` lacks them."""
+def with_launch_file(
+    what: object, settings: Mapping[str, Any], *, serves: bool = False
+) -> tuple[Any, dict[str, Any]]:
+    """If `what` is a launch file: its model, and its settings where `settings` lacks them.
+
+    `serves`: with the settings of requests and engines, and without those of one step.
+    """
     given = {**settings}
     path = what if isinstance(what, str) else str(what) if isinstance(what, Path) else ""
     if not launch.find(path):
         return what, given
-    taken = {setting_of(name) for name in given}
+    taken = {setting_of(name) for name in by_own_names(given)}
     values = launch.complete(path, launch.settings(path), dict.fromkeys(taken))
     model = values.pop("model", None)
+    left_out = OF_ONE_STEP if serves else SERVING
+    values = {name: value for name, value in values.items() if name not in left_out}
     return model, {k: v for k, v in values.items() if setting_of(k) not in taken} | given
 
 

@@ -10,6 +10,7 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from stagewright.api.deployment import Given, deployment_of
+from stagewright.api.experiments import with_launch_file
 from stagewright.api.result import OF_SERVING, PublicResult, check_type, path_text
 from stagewright.api.stages import stages_of
 from stagewright.api.workloads import workload_of
@@ -233,6 +234,7 @@ def serve(
     of = hardware if isinstance(hardware, Hardware) else hardware_of(path_text(hardware, _HARDWARE))
     check_type(workload, "workload as a Workload", Workload, NoneType)
     check_type(config, "config as a ModelConfig", ModelConfig, NoneType)
+    model, settings = with_launch_file(model, settings, serves=True)
     scheduler = settings.pop("scheduler", "vllm")
     if isinstance(scheduler, str):
         settings["scheduler"], scheduler = scheduler, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from stagewright.errors import UserError, either
 from stagewright.launch.shell import Script, ShellCommand, shown, unknown_names
@@ -157,6 +157,18 @@ def parse(words: Sequence[str], tables: Iterable[Mapping[str, FlagRow]]) -> Iter
         i += count
 
 
+def data_flags(data: Mapping[str, Any], tool: str, prefix: str = "") -> Iterator[Flag]:
+    """Keys of nested mappings as flags with dots; null and `auto` say nothing."""
+    for key, value in data.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from data_flags(cast("Mapping[str, Any]", value), tool, f"{name}.")
+        elif value is not None and value not in ("auto", ""):
+            items = cast("list[object]", value) if isinstance(value, list) else [value]
+            texts = [str(x).lower() if isinstance(x, bool) else str(x) for x in items]
+            yield Flag(name, tuple(texts), row_of(table(tool), canonical(name)))
+
+
 _MOST = {"0-1": 1}
 
 
@@ -247,7 +259,10 @@ def _set(reading: LaunchFile, flag: Flag, row: FlagRow) -> list[Line]:
                 return [Line(flag.name, value, "is not modelled")]
             if word == "~":
                 _approximate(reading, flag, value, row)
-            elif word == "-":
+            elif word.startswith("!"):
+                reading.notes.append(f"{flag.name} {value} is taken as {word[1:]}")
+                given[setting] = word[1:].partition(",")[0]
+            elif word in ("-", ""):
                 reading.ignored.append(Line(flag.name, value, row.note or "the default"))
             elif "=" in word:
                 given |= {k: value_of(v) for k, v in (p.split("=") for p in word.split("&"))}

@@ -7,9 +7,9 @@ model; torchtitan's names one, beside the others MODEL is given.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from stagewright.files import read_text
 from stagewright.launch import shell
@@ -21,6 +21,7 @@ from stagewright.launch.reading import (
     Line,
     Tool,
     apply,
+    data_flags,
     parse,
     program_of,
     started_gpus,
@@ -30,18 +31,6 @@ from stagewright.launch.tables import canonical, row_of, table
 
 _NOTHING = ShellCommand((), 1)
 """What a file of data starts."""
-
-
-def _flags(data: Mapping[str, Any], tool: str, prefix: str = "") -> Iterator[Flag]:
-    """Keys of nested mappings as flags; null and `auto` say nothing."""
-    for key, value in data.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            yield from _flags(cast("Mapping[str, Any]", value), tool, f"{name}.")
-        elif value is not None and value not in ("auto", ""):
-            items = cast("list[object]", value) if isinstance(value, list) else [value]
-            texts = [str(x).lower() if isinstance(x, bool) else str(x) for x in items]
-            yield Flag(name, tuple(texts), row_of(table(tool), canonical(name)))
 
 
 def _without(flags: Iterable[Flag], *names: str) -> tuple[list[Flag], dict[str, int]]:
@@ -84,11 +73,11 @@ def _read_torchtitan(source: LaunchSource, command: ShellCommand) -> LaunchFile:
     given = [*parse(command.words, [table("torchtitan")])]
     given = [flag for flag in given if "." in flag.name]
     config = next((f.values[0] for f in given if f.name.endswith("config_file") and f.values), None)
-    flags = [*_flags(source.data or {}, "torchtitan")]
+    flags = [*data_flags(source.data or {}, "torchtitan")]
     if config is not None and (path := Path(Path(source.path).parent, config)).is_file():
         text = read_text(path, "a job configuration of torchtitan", shell.MOST_BYTES)
         try:
-            flags += _flags(tomllib.loads(text), "torchtitan")
+            flags += data_flags(tomllib.loads(text), "torchtitan")
         except tomllib.TOMLDecodeError as error:
             raise reading.fail(f"{config}: {error}") from None
     elif config is not None:
@@ -169,7 +158,7 @@ def _accelerate_claim(source: LaunchSource) -> ShellCommand | None:
 def _read_keys(source: LaunchSource, tool: str, name: str) -> LaunchFile:
     """Settings of a file that names no model."""
     reading = LaunchFile(source.path, name)
-    apply(reading, [*_flags(source.data or {}, tool)], ignore_unknown=source.ignore_unknown)
+    apply(reading, [*data_flags(source.data or {}, tool)], ignore_unknown=source.ignore_unknown)
     _truth(reading.settings, "clip_grad")
     reading.needs["model"] = f"names no model; name one: MODEL --config {source.path}"
     return reading

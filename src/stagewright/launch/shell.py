@@ -37,6 +37,8 @@ _MARK = re.compile("\0([^\0]*)\0")
 _PARAMETER = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _ARITHMETIC = re.compile(r"[\w\s+*/%()<>=!-]+")
 _NAME = re.compile(r"[A-Za-z_]\w*")
+_CHOICE = re.compile(r"\s*\[\[?\s(.+)\s\]\]?\s*&&\s*echo (\S+)\s*\|\|\s*echo (\S+)\s*")
+"""A test that chooses between two words: `[ $A = 1 ] && echo x || echo y`."""
 _REDIRECTIONS = frozenset({"&>>", "&>", ">>", ">&", "<<<", "<&", "<>", ">|", "<", ">"})
 _ENDS = frozenset({"\n", ";", "&", "&&", "||", "|", "|&", ")", ";;", ";&", ";;&"})
 _DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
@@ -76,6 +78,8 @@ class Script:
     variables: dict[str, str | list[str]] = field(default_factory=dict[str, "str | list[str]"])
     headers: list[str] = field(default_factory=list[str])
     """Options of `#SBATCH` lines."""
+    files: dict[str, str] = field(default_factory=dict[str, str])
+    """Texts that `cat` writes into files from here-documents, by path."""
     missing: list[str] = field(default_factory=list[str])
     """Files that are sourced and are not beside the script."""
     notes: list[str] = field(default_factory=list[str])
@@ -394,7 +398,7 @@ class _Reader:
 
     def _simple(self, i: int, run: bool) -> tuple[int, bool | None]:
         raw, body, line = list[Token](), None, self.tokens[i].line
-        start = i
+        start, target = i, ""
         while i < len(self.tokens):
             token = self.tokens[i]
             if token.body is not None:
@@ -405,6 +409,8 @@ class _Reader:
                 if raw and raw[-1].text.isdigit():
                     raw.pop()  # 2>&1
                 i += 1
+                if token.text in (">", ">>") and i < len(self.tokens):
+                    target = token.text + self.tokens[i].text
             elif token.text in _ENDS:
                 break
             else:
@@ -412,6 +418,12 @@ class _Reader:
             i += 1
         if i == start:
             self._unexpected(i)
+        if run and body is not None and target and raw and raw[0].text == "cat":
+            name, old = self._text(target.lstrip(">")), target.startswith(">>")
+            text = "".join(x if isinstance(x, str) else " ".join(x)
+                           for _, x in self._pieces(body, True))  # fmt: skip
+            files = self.script.files
+            files[name] = self._count((files.get(name, "") if old else "") + text)
         return i, self._run(raw, body, line) if run else True
 
     def _run(self, raw: list[Token], body: str | None, line: int) -> bool | None:
@@ -437,7 +449,7 @@ class _Reader:
                 self._source(rest[0] if rest else "", line)
             case "exit":
                 raise _Exit(rest[0] if rest else "0", line)
-            case "false":
+            case "false" | "read":  # there is nothing to read
                 return False
             case "unset":
                 for variable in rest:
@@ -636,15 +648,20 @@ class _Reader:
 
     def _parameter(self, text: str, quoted: bool) -> Iterator[tuple[bool, str | list[str]]]:
         """`NAME`, `NAME[@]`, `NAME:-word`, `#NAME` and others, without the braces."""
-        match = re.match(r"(#?)([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?:\[([^\]]{0,40})\])?", text)
+        match = re.match(r"(#?)([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?:\[([^\]]{0,200})\])?", text)
         if not match:
             yield not quoted, unknown("${" + text[:40] + "}")
             return
         length, name, index = match.groups()
         rest, value = text[match.end() :], self._value(name)
         if index not in (None, "@", "*") and isinstance(value, list):
-            place = self._number(index)
-            value = value[place] if place is not None and place < len(value) else None
+            key = f"[{self._text(index)}]="
+            if named := [item for item in value if item.startswith("[")]:  # declare -A
+                found = (item.removeprefix(key) for item in named if item.startswith(key))
+                value, place = next(found, None), None
+            else:
+                place = self._number(index)
+                value = value[place] if place is not None and place < len(value) else None
         if length and not rest:
             yield False, str(len(value or ""))
             return
@@ -713,6 +730,10 @@ class _Reader:
         if self.depth > DEEPEST:
             raise UserError(f"{self.path}: nested too deep for a launch script")
         result = unknown(f"$({' '.join(text.split())[:60]})")
+        if match := _CHOICE.fullmatch(text):
+            tokens = Lexer(match[1], self.path).tokens()
+            which = self._test(tokens)
+            return result if which is None else self._text(match[2 if which else 3])
         try:
             tokens = Lexer(text, self.path).tokens()
         except UserError:
@@ -790,6 +811,9 @@ class _Reader:
             result = self._arithmetic(text)
             self._assign(name, result)
             return result
+        if choice := re.fullmatch(r"([^?:]*)\?([^?:]*):([^?:]*)", source):
+            which = self._arithmetic(choice[1])
+            return which if unknown_names(which) else self._arithmetic(choice[2 + (which == "0")])
         source = re.sub(r"&&", " and ", re.sub(r"\|\|", " or ", source))
         source = re.sub(r"!(?!=)", " not ", source).strip()
         if not source:

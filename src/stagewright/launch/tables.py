@@ -77,6 +77,8 @@ def row_of(rows: Mapping[str, FlagRow], name: str) -> FlagRow | None:
     positive = rows.get(name.removeprefix("no_"))
     if positive and positive.ours == "-":
         return positive._replace(values="0")
+    if positive and positive.values == "0" and positive.ours == positive.setting:
+        return positive._replace(ours=f"{positive.setting}=false")
     beginnings = (row for key, row in rows.items() if key[-1] == "*" and name.startswith(key[:-1]))
     return next(beginnings, None)
 

@@ -16,6 +16,7 @@ from stagewright.model import json as model_json
 from stagewright.model.config import ModelConfig
 from stagewright.run.other_names import SAME, Pending, is_setting_name, translate
 from stagewright.run.sections import EXPERIMENT, SECTIONS
+from stagewright.run.sections.serving import SERVING
 from stagewright.run.validation import hint_of_setting
 
 _SETTINGS_TOO = EXPERIMENT.keys() | {"model"}
@@ -31,7 +32,7 @@ RECORDED = ("cluster", "execution")
 def read_settings(path: str | Path) -> dict[str, Any]:
     """Settings in a run file in YAML, the manifest of an earlier run, or another tool's file."""
     if launch.find(path):
-        return launch.settings(path)
+        return {name: v for name, v in launch.settings(path).items() if name not in SERVING}
     # A manifest lists every file: json reads in a second what yaml reads in a minute.
     if Path(path).suffix == ".json":
         values = manifest_head(path, "a run file, or the manifest of an earlier run")

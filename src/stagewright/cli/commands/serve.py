@@ -63,9 +63,11 @@ def serve(
     of the hub in its local cache. Requests are a trace (--requests), arrive at a rate (--rate) or
     come from users who wait for their answers (--concurrency). Ctrl-C prints the results so far.
     """
+    from stagewright.api.experiments import with_launch_file
     from stagewright.api.result import OF_SERVING, check_suffix
     from stagewright.api.served import ServingSections, served
     from stagewright.files import replaced_together
+    from stagewright.launch import files
     from stagewright.run.sections.serving import SERVING
     from stagewright.time.hardware import resolve
     from stagewright.trace.staging import check_output
@@ -79,6 +81,10 @@ def serve(
         seconds, instance = _time_and_instance(step_trace[0])
         check_output(Path(step_trace[1]), forced())
     given = {name: value for name, value in settings.items() if value is not None}
+    if config is not None and files.find(config):
+        named = {} if model is None else {"model": model}
+        script, given = with_launch_file(config, named | given, serves=True)
+        model, config = given.pop("model", script), None
     of_serving = {name: given.pop(name) for name in [*given] if name in SERVING}
     if compare is not None:
         if "requests" in of_serving:
