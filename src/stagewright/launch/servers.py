@@ -77,7 +77,8 @@ def _read(source: LaunchSource, command: ShellCommand, server: Server) -> Launch
     named = [flag for flag in given if canonical(flag.name) in _MODELS]
     model = words[0] if words and not words[0].startswith("-") else ""
     model = "".join(named[-1].values) if named else model
-    sent = [flag for flag in _client(source) if flag.row]
+    client = _client(source)
+    sent = [flag for flag in parse(client.words, [clients]) if flag.row]
     flags = [flag for flag in given if flag not in named]
     _ask(reading, [*flags, *sent])
     apply(reading, flags, ignore_unknown=source.ignore_unknown)
@@ -88,6 +89,7 @@ def _read(source: LaunchSource, command: ShellCommand, server: Server) -> Launch
     settings |= {"scheduler": server.scheduler, "mode": "decode"}
     settings.setdefault("tp", 1)
     server.layout(reading, experts)
+    _lengths(settings, " ".join(client.words[:6]))
     _step(reading)
     return reading
 
@@ -140,13 +142,11 @@ def _with_marks(flags: Iterator[Flag]) -> Iterator[Flag]:
         yield flag._replace(values=tuple(values))
 
 
-def _client(source: LaunchSource) -> Iterator[Flag]:
-    """Flags of the first command that sends requests."""
-    assert source.script is not None
-    for command in source.script.commands:
-        if _CLIENT.search(" ".join(command.words[:6])):
-            yield from parse(command.words, [table("clients")])
-            return
+def _client(source: LaunchSource) -> ShellCommand:
+    """The first command that sends requests; an empty one: none does."""
+    commands = source.script.commands if source.script else ()
+    sends = (c for c in commands if _CLIENT.search(" ".join(c.words[:6])))
+    return next(sends, ShellCommand((), 0))
 
 
 def _ask(reading: LaunchFile, flags: Sequence[Flag]) -> None:
@@ -238,6 +238,18 @@ def _trtllm(reading: LaunchFile, experts: bool) -> None:
     settings.setdefault("max_num_seqs", 2048)  # llm_args.py
     settings.setdefault("max_num_batched_tokens", max(8192, settings["max_num_seqs"]))
     _blocks(settings, 32)
+
+
+def _lengths(settings: dict[str, Any], client: str) -> None:
+    """Lengths of random prompts: of vLLM's client around a mean, of others up to a longest."""
+    if "vllm bench serve" in client:
+        spread = settings.pop("range_ratio", 0)
+        if spread and isinstance(spread, int | float) and 0 < spread < 1:
+            settings["range_ratio"] = (1 - spread) / (1 + spread)
+            for name in ("isl", "osl"):
+                settings |= {name: int(settings[name] * (1 + spread))} if name in settings else {}
+    elif "bench_serving" in client and "isl" in settings:
+        settings.setdefault("range_ratio", 1e-9)  # SGLang's default: from one token on
 
 
 def _step(reading: LaunchFile) -> None:

@@ -180,6 +180,22 @@ def test_tables(tool: str) -> None:
         assert row.note or row.setting, row
 
 
+@pytest.mark.parametrize(
+    ("client", "wanted"),
+    [
+        ("vllm bench serve --random-range-ratio 0.5", (1500, 1 / 3, 1000)),
+        ("python -m sglang.bench_serving", (1000, 1e-9, 500)),
+        ("run_benchmark_serving --random-range-ratio 0.5", (1000, 0.5, 750)),
+    ],
+)
+def test_lengths(tmp_path: Path, client: str, wanted: tuple[int, float, int]) -> None:
+    """What clients call a ratio of lengths differs; the mean is the context without outputs."""
+    text = f"vllm serve gpt2\n{client} --input-len 1000 --output-len 2 --max-concurrency 1"
+    settings = read(tmp_path, text.replace("gpt2", "meta-llama/Llama-3.1-8B")).settings
+    assert (settings["isl"], settings["range_ratio"]) == wanted[:2]
+    assert abs(settings["context_length"] - wanted[2]) <= 2
+
+
 def test_not_a_server(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text("trtllm-serve disaggregated -c config.yaml\n")
