@@ -26,7 +26,7 @@ from stagewright.run.settings import Run
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
 from stagewright.trace.formats.bundle import Bundle
-from stagewright.trace.traced import read_traced, write_traced
+from stagewright.trace.traced_bundle import read_traced, write_traced
 from stagewright.trace.write import expand
 from stagewright.views.summary import traced_summary
 

@@ -28,7 +28,7 @@ from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.parallel.degrees import parallelization
-from stagewright.parallel.placement import sharded_dims, strategy
+from stagewright.parallel.placement import strategy, zero_layouts
 from stagewright.program.columns import PHASES, TaskKind
 from stagewright.run.rules import check as check_run
 from stagewright.run.settings import Run
@@ -145,7 +145,7 @@ def sharded(model: str, settings: dict[str, Any], **form: bool) -> Sharded:
     keep = run.activation_gather == "keep"
     graph = shard(
         block.graph,
-        strategy(plan, sharded_dims(block.graph, plan, mesh, sizes)),
+        strategy(plan, zero_layouts(block.graph, plan, mesh, sizes)),
         block.primal,
         keep_gathered=keep,
         inner=plan.inner,

@@ -20,7 +20,7 @@ from stagewright.lower.blocks import shard_block
 from stagewright.lower.compile import compile as compile_run
 from stagewright.lower.kernels.extent import bytes_of, extent_of
 from stagewright.lower.kernels.kernel import BlockSection
-from stagewright.lower.kernels.lowering import kernels
+from stagewright.lower.kernels.lowering import tasks_of
 from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.catalog import resolve
@@ -147,7 +147,7 @@ def kept(name: str, **settings: Any) -> int:
     model = model_of(name)
     mesh, _ = parallelization(run, model)
     extent = extent_of(sizes_of(run, model), mesh)
-    tasks, _ = kernels(graph, extent, mesh)
+    tasks, _ = tasks_of(graph, extent, mesh)
     made = {n for t in tasks if t.section is BlockSection.FORWARD for n in t.made}
     made |= {n for n in graph if n.op == "input"}
     read = {

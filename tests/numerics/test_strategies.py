@@ -27,7 +27,7 @@ from stagewright.lower.compile import compile
 from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.lower.variants import BlockVariant
 from stagewright.parallel.degrees import parallelization
-from stagewright.parallel.placement import sharded_dims, strategy
+from stagewright.parallel.placement import strategy, zero_layouts
 from stagewright.parallel.plan import Plan
 from stagewright.run.rules import check as check_run
 from stagewright.run.settings import Run
@@ -80,8 +80,8 @@ def setup(mesh: Mapping[str, int], **fields: Any) -> Setup:
     return Setup(dict(mesh), own | fields)
 
 
-ZERO: dict[str, Any] = {"shard": ("dp",)}
-HYBRID: dict[str, Any] = {"data": ("dp_replicate", "dp_shard"), "shard": ("dp_shard",)}
+ZERO: dict[str, Any] = {"zero_axes": ("dp",)}
+HYBRID: dict[str, Any] = {"data": ("dp_replicate", "dp_shard"), "zero_axes": ("dp_shard",)}
 EACH: dict[str, Any] = {"reduce_each_microbatch": True}
 SP: dict[str, Any] = {"sequence_parallel": True}
 
@@ -106,14 +106,14 @@ SETUPS: dict[str, Setup] = {
     "cp a2a": setup({"cp": 2}, cp_comm_type="a2a"),
     "tp + cp a2a": setup({"tp": 2, "cp": 3}, cp_comm_type="a2a", **SP),
     "tp + cp + dp": setup({"tp": 2, "cp": 3, "dp": 2}, **SP),
-    "tp + cp + zero 1": setup({"tp": 2, "cp": 3, "dp": 2}, zero=1, shard=("dp", "cp"), **SP),
+    "tp + cp + zero 1": setup({"tp": 2, "cp": 3, "dp": 2}, zero=1, zero_axes=("dp", "cp"), **SP),
     "tp + cp a2a + zero 1": setup(
-        {"tp": 2, "cp": 3, "dp": 2}, zero=1, shard=("dp", "cp"), cp_comm_type="a2a", **SP
+        {"tp": 2, "cp": 3, "dp": 2}, zero=1, zero_axes=("dp", "cp"), cp_comm_type="a2a", **SP
     ),
     "tp + cp all_gather + zero 3": setup(
         {"tp": 2, "cp": 3, "dp": 2},
         zero=3,
-        shard=("dp", "cp"),
+        zero_axes=("dp", "cp"),
         cp_comm_type="all_gather",
         **SP,
         **EACH,
@@ -129,7 +129,7 @@ SETUPS: dict[str, Setup] = {
     "ep": setup({"dp": 3}, **EXPERTS),
     "ep + etp": setup({"tp": 2, "dp": 3}, **EXPERTS, expert_tensor=("tp",), **SP),
     "ep over tp": setup({"tp": 3, "dp": 2}, expert=("tp",), **SP),
-    "ep + zero 3": setup({"dp": 2, "cp": 3}, **EXPERTS, zero=3, shard=("dp", "cp"), **EACH),
+    "ep + zero 3": setup({"dp": 2, "cp": 3}, **EXPERTS, zero=3, zero_axes=("dp", "cp"), **EACH),
     "tp with copied heads": setup({"tp_rep": 3, "tp_kv": 2}, tensor=("tp_kv", "tp_rep"), **SP),
     "tp with copied heads + cp": setup(
         {"tp_rep": 3, "tp_kv": 2, "cp": 2}, tensor=("tp_kv", "tp_rep"), context=("cp",), **SP
@@ -160,7 +160,7 @@ def sharded(
         graph, primal = remat(graph, again or again_when_sharded, primal)
     result = shard(
         graph,
-        strategy(plan, sharded_dims(graph, plan, Mesh(tuple(setup.mesh.items())), c.sizes)),
+        strategy(plan, zero_layouts(graph, plan, Mesh(tuple(setup.mesh.items())), c.sizes)),
         primal,
         keep_gathered=keep_gathered,
         inner=plan.inner,
@@ -315,7 +315,7 @@ def random_run(rng: random.Random, model: str) -> Run | None:
         not TINY[model].num_experts or tokens % 2 == 0,  # every two tokens go to all experts
         # Ranks that share key-value heads unevenly have other heads than the first ones.
         not plan.inner or sizes["G"] == mesh.size(*plan.key_value),
-        not plan.zero or mesh.size(*plan.shard) in (1, 2, 3, 6),  # shards are even
+        not plan.zero or mesh.size(*plan.zero_axes) in (1, 2, 3, 6),  # shards are even
     )
     return run if all(fits) else None
 

@@ -1,8 +1,9 @@
 """Rebuild the graph with the layouts a strategy prescribes and the collectives these imply.
 
-Operands propose, the wanted output breaks ties. A partial sum stays one until someone needs the
-value, or until its primal's split makes it smaller; then it is reduced straight into that layout
-(reduce-scatter, not all-reduce and slice).
+Operands offer axes: those that agree with the wanted output go first, then weights, then operands
+in order (`assign`). A partial sum stays one until someone needs the value, or until its primal's
+split makes it smaller; then it is reduced straight into that layout (reduce-scatter, not all-reduce
+and slice).
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ def shard(
 ) -> Graph:
     """Graph in which leaves and named values have the layouts of `strategy`, with collectives.
 
-    `primal` maps a gradient to the value it belongs to: it prefers that layout. `keep_gathered`
-    lets backward use what forward gathered, instead of gathering again. `inner` are the axes that
-    split the inner index of a dim such as `(gr)`: heads of one key-value group over ranks that each
-    hold that group. `model_axes` are those over which a norm of all parameters is a sum.
+    `primal` maps a gradient to its value, whose layout the gradient prefers. `keep_gathered` lets
+    backward use what forward gathered, instead of gathering again. `inner` are the axes that split
+    the inner index of a dim such as `(gr)`: heads of one key-value group over ranks that each hold
+    that group. `model_axes` are those over which a norm of all parameters is a sum.
     """
     return _Sharding(strategy, primal, keep_gathered, inner, model_axes).run(graph)
 
@@ -190,9 +191,10 @@ class _Sharding:
     ) -> Splits:
         """Letter -> axes.
 
-        An axis splits one letter: the wanted output, then parameters, then operand order win. With
-        sequence parallelism, tp so goes to the dim of the weight and not to S of the stream, which
-        is therefore wanted whole: `reshard` gathers it.
+        An axis splits one letter: that of the first offer. Offers that agree with the wanted output
+        go first, then weights, then operands in order. With sequence parallelism, tp so goes to the
+        dim of the weight and not to S of the stream, which is therefore wanted whole: `reshard`
+        gathers it.
         """
         like = (
             self.strategy(old, None)
@@ -273,7 +275,7 @@ class _Sharding:
         for letter, axes, *_ in offers:
             if letter in spec.whole or letter in result or (rows and letter == rows[0]):
                 continue
-            # Splits nest: what an axis that is taken encloses goes with it.
+            # Splits nest: an axis inside one that is taken is not granted either.
             free = tuple(takewhile(partial(_free, used, letter, ring), axes))
             if free:
                 result[letter] = free

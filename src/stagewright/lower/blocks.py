@@ -28,12 +28,12 @@ from stagewright.lower.assembly.lowered_block import (
 from stagewright.lower.kernels.extent import Extent, bytes_of
 from stagewright.lower.kernels.kernel import LoweredTask
 from stagewright.lower.kernels.live_values import interface, outputs
-from stagewright.lower.kernels.lowering import KernelRules, kernels
+from stagewright.lower.kernels.lowering import KernelRules, tasks_of
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import Layer
 from stagewright.parallel.degrees import reduces_each_microbatch
-from stagewright.parallel.placement import ParameterShape, sharded_dims, strategy
+from stagewright.parallel.placement import ParameterShape, strategy, zero_layouts
 from stagewright.parallel.plan import Dims, Plan
 from stagewright.run.rule import MOST_FLOPS
 from stagewright.run.settings import Run
@@ -187,7 +187,7 @@ def shard_block(
         block,
         Recomputation.of(run, variant),
         plan,
-        sharded_dims(block.graph, plan, mesh, sizes),
+        zero_layouts(block.graph, plan, mesh, sizes),
         keep_gathered=run.activation_gather == "keep",
     )
 
@@ -267,7 +267,7 @@ def lowered(
     """Lower a block; the arguments are all that it depends on."""
     mesh = extent.mesh
     allocation = habits.allocation(PERMANENT_BUFFERS)
-    tasks, made_by = kernels(graph, extent, mesh, rules)
+    tasks, made_by = tasks_of(graph, extent, mesh, rules)
     makers = {value: made_by[n] for value, n in outputs(graph).items()}
     size = _bytes_of_values(graph, mesh, extent, habits)
     offloaded = frozenset[Node]()

@@ -20,7 +20,7 @@ def recipe_of(run: Run, model: ModelConfig) -> model_blocks.Recipe:
     """Recipe of a run on a single device."""
     freed = run.reshard_after_forward or (run.reshard_after_backward and run.pp == 1)
     gathered_once = run.zero == 3 and not freed
-    dtensor = run.sequence_parallel_grads == "dtensor" and run.sequence_parallel_size > 1
+    dtensor = run.sequence_parallel_grads == "dtensor" and run.sequence_parallel_ranks > 1
     inference = None
     if run.mode != "train":
         inference = model_blocks.Inference(
@@ -144,6 +144,6 @@ def sizes_of(run: Run, model: ModelConfig, *, replicas: int = 1) -> dict[str, in
         "R": rows * replicas,
         "dp_parts": run.dp * replicas,
         "Top": -(-selected_keys // model.index_block_size),
-        "parts": run.dp * run.cp * run.sequence_parallel_size * replicas,
+        "parts": run.dp * run.cp * run.sequence_parallel_ranks * replicas,
         **of_modules,
     }

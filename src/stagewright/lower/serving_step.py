@@ -207,11 +207,11 @@ class ServingMemory:
         self,
         stages: Sequence[Sequence[PlacedVariant]],
         graphs: Mapping[BlockVariant, Graph],
-        kernels: Mapping[BlockVariant, Sequence[LoweredTask]],
+        tasks: Mapping[BlockVariant, Sequence[LoweredTask]],
         extent: Callable[[Sizes], Extent],
     ) -> None:
-        """`kernels`: by block, for any sizes, on which their reads and writes do not depend."""
-        self.stages, self.graphs, self.kernels, self.extent = stages, graphs, kernels, extent
+        """`tasks`: by block, for any sizes, on which their reads and writes do not depend."""
+        self.stages, self.graphs, self.tasks, self.extent = stages, graphs, tasks, extent
         self._footprints: dict[tuple[int, ...], dict[BlockVariant, ServedFootprint]] = {}
         self._live_values = {
             variant: (carried(graph), frozenset(value.name for value in outputs(graph)))
@@ -243,7 +243,7 @@ class ServingMemory:
         extent, key = self.extent(sizes), tuple(sizes.values())
         if key not in self._footprints:
             self._footprints[key] = {
-                variant: served_footprint(graph, self.kernels[variant], extent)
+                variant: served_footprint(graph, self.tasks[variant], extent)
                 for variant, graph in self.graphs.items()
             }
         blocks: list[ServedFootprint] = []
@@ -259,9 +259,7 @@ class ServingMemory:
         return blocks[::-1]
 
 
-def served_footprint(
-    graph: Graph, kernels: Sequence[LoweredTask], extent: Extent
-) -> ServedFootprint:
+def served_footprint(graph: Graph, tasks: Sequence[LoweredTask], extent: Extent) -> ServedFootprint:
     """Footprint of a block in inference."""
     params = {n for n in graph if n.op == "param"}
     caches = {n for n in graph if n.op == "state"}
@@ -272,13 +270,13 @@ def served_footprint(
         sum(bytes_of(n, extent) for n in params if not n.binding.tied),
         {n.binding.tied: bytes_of(n, extent) for n in params if n.binding.tied},
         sum(bytes_of(n, extent) for n in caches),
-        _peak([t for t in kernels if t.section is BlockSection.FORWARD], static, extent),
+        _peak([t for t in tasks if t.section is BlockSection.FORWARD], static, extent),
     )
 
 
-def _peak(kernels: Sequence[LoweredTask], static: set[Node], extent: Extent) -> int:
-    """Peak bytes while the kernels run, without the `static` values."""
-    values = [[n for n in dict.fromkeys((*t.reads, *t.made)) if n not in static] for t in kernels]
+def _peak(tasks: Sequence[LoweredTask], static: set[Node], extent: Extent) -> int:
+    """Peak bytes while the tasks run, without the `static` values."""
+    values = [[n for n in dict.fromkeys((*t.reads, *t.made)) if n not in static] for t in tasks]
     last_use = {n: i for i, used in enumerate(values) for n in used}
     live: dict[Node, int] = {}
     peak = 0

@@ -95,7 +95,7 @@ class TrainingStep:
 
         `local_rows`: the rank's rows of the weights that FSDP splits; None: the first rank's.
         """
-        shards = frozenset(self.plan.shard if self.plan.shard_rows else ())
+        shards = frozenset(self.plan.zero_axes if self.plan.shard_rows else ())
         means = {ROWS: rows} if rows else None
         return extent_of(self.sizes, self.mesh, means, shards, local_rows)
 
@@ -110,7 +110,7 @@ class TrainingStep:
         self, graphs: Mapping[BlockVariant, Graph], rows: ExpertRows | None
     ) -> Sequence[Split]:
         """Distinct splits by FSDP that do not divide."""
-        blocks = self.lower(graphs, self.extent(rows, LocalRows(self.plan.shard)))
+        blocks = self.lower(graphs, self.extent(rows, LocalRows(self.plan.zero_axes)))
         return [*dict.fromkeys(split for block in blocks.values() for split in block.uneven)]
 
     def assemble(
@@ -159,7 +159,7 @@ def compile_training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> 
         if not plan.shard_rows:
             return program_with_rows(rows, None)
         splits = step.uneven_splits(graphs, rows)
-        return by_rows(step.mesh, plan.shard, splits, partial(program_with_rows, rows))
+        return by_rows(step.mesh, plan.zero_axes, splits, partial(program_with_rows, rows))
 
     merged = load.programs(program) if load else program(routing.even() if routing else None)
     trained = count_trained(step.stages, run, model)
@@ -179,4 +179,4 @@ def _clip_norm(run: Run, plan: Plan) -> ClipNorm:
     if run.clip_grad_norm != "vector":
         return ClipNorm(axes)
     of_gradients = run.params_dtype or "fp32"
-    return ClipNorm(axes, (plan.shard if plan.zero else (), plan.tensor), of_gradients)
+    return ClipNorm(axes, (plan.zero_axes if plan.zero else (), plan.tensor), of_gradients)

@@ -1,4 +1,4 @@
-"""The models known by name: one YAML file per family in `data/models`, a row per model.
+"""The models known by name: a row each in a YAML file per family, as `data/models/llama.yaml`.
 
 A row is `name: [sizes..., repository, {field: value}]`. The sizes are layers, hidden size, MLP
 width, heads, key/value heads, width of a head, vocabulary and longest sequence (the keys of

@@ -78,7 +78,7 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
     if run.mode != "train":
         # Ranks of dp may differ in tokens: they exchange copies, of which all get a mean. Where
         # copies go to other ranks of ep, ranks of one sequence send those of their own tokens.
-        sequence = (*context, *(tensor if run.sequence_parallel_size > 1 else ()))
+        sequence = (*context, *(tensor if run.sequence_parallel_ranks > 1 else ()))
         exchanging = {*data, *(sequence if {*axes("ep")} & {*data, *sequence} else ())}
         combined = tuple(a for a in axes("etp") if a not in exchanging)
     hybrid = any(use.dense == "dp_shard" for use in uses)
@@ -104,9 +104,9 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
         expert_tensor=expert_tensor,
         dispatcher=run.moe_token_dispatcher_type,
         combined=combined,
-        shard=(*(axes("dp_shard") if hybrid else data), *context),
+        zero_axes=(*(axes("dp_shard") if hybrid else data), *context),
         zero=run.zero,
-        sequence_parallel=run.sequence_parallel_size > 1,
+        sequence_parallel=run.sequence_parallel_ranks > 1,
         cp_comm_type=run.cp_comm_type if run.mode == "train" else "all_gather",
         reduce_each_microbatch=reduces_each_microbatch(run),
         sum_as_read=run.sequence_parallel_grads == "dtensor" and run.zero < 3,

@@ -34,7 +34,7 @@ BATCH, WIDTH = size("B"), size("M")
 def strategy(plan: Plan, sharded: Iterable[tuple[ParameterShape, Dims]] = ()) -> Strategy:
     """Layout of each value of a run, by name, role and declaration.
 
-    `sharded`: the dims that ZeRO splits, `sharded_dims` of the same graph.
+    `sharded`: the dims that ZeRO splits, `zero_layouts` of the same graph.
     """
     table = {name: plan.layout(row) for name, row in plan.table.items()}
     activations, parameter_dims = activation_layouts(plan), cache(plan.parameter_dims)
@@ -103,7 +103,7 @@ def _parameter_layout(
     the replicas. Gradients are reduced once a step, or in each microbatch.
 
     `have`: the layout that would follow; `used`: the layout in which the computation reads the
-    parameter; `sharded`: result of `sharded_dims`.
+    parameter; `sharded`: result of `zero_layouts`.
     """
     ndim = len(n.shape)
     if not ndim:  # a count of steps
@@ -173,7 +173,7 @@ class ParameterShape(NamedTuple):
         return cls(shape, used, parameter.rows, parameter.of_expert)
 
 
-def sharded_dims(
+def zero_layouts(
     graph: Graph, plan: Plan, mesh: Mesh, sizes: Mapping[str, int]
 ) -> tuple[tuple[ParameterShape, Dims], ...]:
     """Layouts of the parameters of a single-device graph as ZeRO shards them; empty without ZeRO.
@@ -204,7 +204,7 @@ def _with_shards(x: ParameterShape, plan: Plan, mesh: Mesh, sizes: Mapping[str, 
     `plan.shard_few_experts` the second, an expert's outputs, where ranks outnumber experts.
     """
     used = x.used
-    sharding = tuple(a for a in plan.shard if not any(a in axes for axes in used))
+    sharding = tuple(a for a in plan.zero_axes if not any(a in axes for axes in used))
     if not sharding:
         return used
     if plan.shard_rows:

@@ -52,8 +52,8 @@ class Plan:
     combined: Axes = ()
     """Inference: axes of `expert_tensor` whose ranks all have the tokens of their experts: they
     combine partial sums of copies to partial sums of tokens, which are reduced."""
-    shard: Axes = ()
-    """ZeRO: split optimizer states, and gradients and parameters by its stage."""
+    zero_axes: Axes = ()
+    """Axes over which ZeRO splits optimizer states, and by its stage gradients and parameters."""
     zero: int = 0
     sequence_parallel: bool = False
     cp_comm_type: str = "p2p"
@@ -85,7 +85,7 @@ class Plan:
     def model_axes(self) -> Axes:
         """Axes over which some parameter (or its optimizer state) is split."""
         split_by = self.vocabulary + self.tensor + self.expert
-        split_by += self.shard if self.zero else ()
+        split_by += self.zero_axes if self.zero else ()
         by_table = [a for t in self.table.values() for axes in self.layout(t).dims for a in axes]
         everywhere = {*self.data, *self.context}
         return tuple(dict.fromkeys((*split_by, *(a for a in by_table if a not in everywhere))))

@@ -6,11 +6,11 @@ actions, each row once, and the order of their copies; a forward or a backward o
 microbatch is a copy. Simulation, memory and checks of a step read the actions; rows of all copies
 (`RankWork.tasks`, a `Tasks`) are made when a trace or a table asks for them. A row names its
 partners by slot: `communicators` turns a slot and a rank into a group or a peer by arithmetic on
-the mesh, and `comm_axes` into the parallel degrees that it communicates along; `traffic` adds up
-the bytes between ranks. `MemoryChanges` says what each copy allocates and frees, `Values` between
-which rows each value lives; `memory` has the timelines that follow, `fit` compares peaks with a
-device. `shapes` is what a kernel's duration follows from. `fold` shrinks a program to the fewest
-ranks that any check needs.
+the mesh. Simulation, search and views, not traces, ask `comm_axes` for the parallel degrees that a
+row communicates along; `traffic` adds up the bytes between ranks. `MemoryChanges` says what each
+copy allocates and frees, `Values` between which rows each value lives; `memory` has the timelines
+that follow, `fit` compares peaks with a device. `shapes` is what a kernel's duration follows from.
+`fold` shrinks a program to the fewest ranks that any check needs.
 
 Start with the docstrings of `columns.Tasks` and `columns.Actions`.
 """

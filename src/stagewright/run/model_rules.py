@@ -261,7 +261,7 @@ def images(run: Run, model: ModelConfig) -> Errors:
             f"image of {model.name}; use {positions} or more"
         )
     of = f"positions of an image of {model.name}"
-    split = {"sequence_parallel with tp": run.sequence_parallel_size, "cp": run.cp}
+    split = {"sequence_parallel with tp": run.sequence_parallel_ranks, "cp": run.cp}
     for name, ranks in split.items():
         yield from not_divided(name, ranks, positions, of, end=", or none")
 

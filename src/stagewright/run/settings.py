@@ -338,7 +338,7 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
         return None if microbatches % equal else equal
 
     @property
-    def sequence_parallel_size(self) -> int:
+    def sequence_parallel_ranks(self) -> int:
         """Ranks that split norms and dropout along the sequence: tp, or 1."""
         return self.tp if self.sequence_parallel else 1
 

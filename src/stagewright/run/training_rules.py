@@ -272,7 +272,7 @@ def _recompute_and_offload(run: Run, model: ModelConfig) -> Errors:
         yield (
             "recompute_save_on_host is about what recompute_save names, which is nothing; name some"
         )
-    dtensor = run.sequence_parallel_grads == "dtensor" and run.sequence_parallel_size > 1
+    dtensor = run.sequence_parallel_grads == "dtensor" and run.sequence_parallel_ranks > 1
     if run.optimizer_cpu_offload and dtensor and run.zero < 3:
         yield (
             "optimizer_cpu_offload makes the update on the host, where "

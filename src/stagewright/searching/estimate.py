@@ -154,7 +154,7 @@ class _DpGroup(NamedTuple):
             return placements(machine, program.members(0, np.zeros(1, dtype=np.int64)))[0]
 
         data = (*plan.data, *plan.context)
-        shard = plan.shard if run.zero else data
+        shard = plan.zero_axes if run.zero else data
         level = 0
         if run.pp > 1:
             ranks = np.arange(mesh.world_size)

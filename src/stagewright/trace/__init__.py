@@ -5,6 +5,6 @@ or not there at all, and the same bytes whatever the number of workers.
 
 `write` writes a program, or ranks of a bundle. `templates` makes the files of ranks that share one,
 by the writers of `formats`; `staging` renames a finished directory. `manifest` is the file beside
-the traces, `run_manifest` what it says of a run, and the way back from it to the run. `traced` has
-bundles of recorded PyTorch graphs.
+the traces, `run_manifest` what it says of a run, and the way back from it to the run.
+`traced_bundle` has bundles of PyTorch graphs that `import` recorded.
 """

@@ -61,7 +61,7 @@ from stagewright.program.columns import (
 from stagewright.run import lengths
 from stagewright.run.requests import groups
 from stagewright.texttable import Table
-from stagewright.trace.traced import TracedBundle
+from stagewright.trace.traced_bundle import TracedBundle
 from stagewright.views.tables import communication, compute, peak
 from stagewright.views.tables import memory as held
 

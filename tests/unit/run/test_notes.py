@@ -64,4 +64,4 @@ def test_axes_of_one_rank_have_nothing_to_overlap():
 def test_habits_of_a_framework_are_not_noted():
     assert notes(Experiment.of({"model": "gpt2", "framework": "torchtitan"})) == []
     assert {*SETTINGS} <= {*Experiment.of({"model": "gpt2"}).values()} | {"model"}
-    assert Run(model="gpt2", sequence_parallel=True).sequence_parallel_size == 1
+    assert Run(model="gpt2", sequence_parallel=True).sequence_parallel_ranks == 1

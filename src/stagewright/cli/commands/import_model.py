@@ -129,7 +129,7 @@ def _parse_dims(dims: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
 
 def _write_rank(traced: Recording, out: str) -> None:
     """Write the program of the rank whose graph was recorded."""
-    from stagewright.trace.traced import write_traced
+    from stagewright.trace.traced_bundle import write_traced
 
     if not out.endswith(".bundle"):
         raise UserError(

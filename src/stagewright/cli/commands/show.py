@@ -50,7 +50,7 @@ def show(
     """
     from stagewright.trace.formats.archive import is_bundle
     from stagewright.trace.formats.bundle import Bundle
-    from stagewright.trace.traced import read_traced
+    from stagewright.trace.traced_bundle import read_traced
     from stagewright.views.summary import summary, summary_text, traced_summary
 
     if launch:

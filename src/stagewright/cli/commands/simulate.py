@@ -70,7 +70,7 @@ def _simulate_graph(
     from stagewright.time.hardware import resolve
     from stagewright.time.network import Machine
     from stagewright.trace.formats.bundle import Bundle
-    from stagewright.trace.traced import read_traced
+    from stagewright.trace.traced_bundle import read_traced
     from stagewright.views import perfetto as timeline
     from stagewright.views.step import traced_text
 

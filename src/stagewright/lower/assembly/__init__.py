@@ -2,7 +2,7 @@
 
 | class | module | what it is, in the order in which they are made |
 |---|---|---|
-| `LoweredBlock`, `StageBlock` | `lowered_block` | tasks of a block; the block in a stage |
+| `LoweredBlock`, `StageBlock` | `lowered_block` | tasks of a block, its values; it in a stage |
 | `Stage` | `stages` | rows of a stage: three `Segment`s, forward, backward and updates |
 | `StageValues` | `stage_values` | values of a stage, and the rows that touch each |
 | `ActionTable` | `distinct_actions` | rows of all distinct actions, copied from those of segments |
@@ -15,9 +15,9 @@ messages go equally far are of one *stage class* of a program. No segment (`segm
 row of the table depends on the number of microbatches. On the number of ranks depend only slots of
 mirrored and tied groups, and shifts of messages.
 
-A `RowRefs` is how rows refer to rows before ranks and microbatches are known: a stage on the same
-rank, a part of the pass, a row of its segment. `habit` has the points where frameworks differ,
-`optimizer_step` the last action of a rank, `streams` the ordering edges that traces need.
+A `RowRefs` names a row by (stage distance, pass part, segment row), since ranks and microbatches
+are not known yet. `habit` has the points where frameworks differ, `optimizer_step` the last action
+of a rank, `streams` the ordering edges of traces (Chakra's ctrl_deps).
 
 Coordinates: `segment_row` is a row of a `Segment`, `row` a row of `Actions.tasks` or of a rank,
 `local_stage` the index of a stage on its rank.

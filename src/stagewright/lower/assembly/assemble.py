@@ -9,7 +9,7 @@ import numpy as np
 
 from stagewright.algebra.layout import Mesh
 from stagewright.arrays import Int, distinct_numbers
-from stagewright.lower.assembly.distinct_actions import ActionTable, KernelColumns, StagePart
+from stagewright.lower.assembly.distinct_actions import ActionTable, StagePart, TaskColumns
 from stagewright.lower.assembly.habit import MEGATRON_LM, Habit
 from stagewright.lower.assembly.lowered_block import StageBlock, crossings
 from stagewright.lower.assembly.optimizer_step import ClipNorm
@@ -218,6 +218,6 @@ def _table(
     tied_ranks: tuple[tuple[str, tuple[int, ...]], ...],
 ) -> ActionTable:
     """Build the rows of distinct actions (`ActionTable`)."""
-    columns = KernelColumns(pipeline_ranks, dict(tied_ranks))
+    columns = TaskColumns(pipeline_ranks, dict(tied_ranks))
     classes = [stage_classes for stage_classes, _ in optimizers]
     return ActionTable(stages, labels, rank_classes, actions, classes, clip, columns)

@@ -89,10 +89,10 @@ def _interleaved(segments: Sequence[Segment], rows: Sequence[Int]) -> list[Int]:
     return np.split(offset, np.cumsum([len(r) for r in rows])[:-1])
 
 
-class KernelColumns:
-    """Columns of a row that its kernel decides, and the tables that these index.
+class TaskColumns:
+    """Columns of a row that its task (kernel, collective or message) decides, and their tables.
 
-    Tables are numbered in the order of the kernels.
+    Tables are numbered in the order of the tasks.
     """
 
     COLUMNS: Mapping[str, type[np.integer[Any]]] = {
@@ -104,24 +104,24 @@ class KernelColumns:
     def __init__(self, pipeline_ranks: int, tied_ranks: Mapping[str, tuple[int, ...]]) -> None:
         """`tied_ranks`: pipeline ranks that have a copy of each tied table."""
         self._pipeline_ranks, self._tied_ranks = pipeline_ranks, tied_ranks
-        self.kernels, self.ops, self.shapes = (
+        self.tasks, self.ops, self.shapes = (
             Interner[LoweredTask](),
             Interner[str](),
             Interner[Shape](),
         )
         self.communicators, self.peers = Interner[Communicator](), Interner[Peer]()
 
-    def of_rows(self, kernels: Int) -> dict[str, NDArray[Any]]:
-        """Columns of rows with these numbers of kernels."""
-        rows = [self._row(t) for t in self.kernels.table]
+    def of_rows(self, tasks: Int) -> dict[str, NDArray[Any]]:
+        """Columns of rows with these tasks, by number."""
+        rows = [self._row(t) for t in self.tasks.table]
         table = np.array(rows, dtype=np.int64).reshape(-1, len(self.COLUMNS)).T
         return {
-            name: column.astype(dtype)[kernels]
+            name: column.astype(dtype)[tasks]
             for (name, dtype), column in zip(self.COLUMNS.items(), table, strict=True)
         }
 
     def _row(self, t: LoweredTask) -> tuple[int, ...]:
-        """Columns of a kernel, in the order of `COLUMNS`."""
+        """Columns of a task, in the order of `COLUMNS`."""
         return (
             t.kind,
             self.ops(t.op),
@@ -168,7 +168,7 @@ class ActionTable:
         actions: Sequence[tuple[StagePart, ...]],
         optimizers: Sequence[tuple[int, ...]],
         clip: ClipNorm | None,
-        columns: KernelColumns,
+        columns: TaskColumns,
     ) -> None:
         """`stages` and `labels`: by stage class; `rank_classes`: those of the ranks' stages.
 
@@ -187,7 +187,7 @@ class ActionTable:
         """First of the optimizer actions."""
         optimizer_parts = (StagePart(i, OPTIMIZER, True, True) for i in range(len(optimizers)))
         self._lay_out([*actions, *((part,) for part in optimizer_parts)])
-        self._build(self._kernels(rank_classes, columns), columns)
+        self._build(self._task_numbers(rank_classes, columns), columns)
         self.communicators = tuple(columns.communicators.table)
         self.peers = tuple(columns.peers.table)
         self.pipeline_peers = [slot for slot, peer in enumerate(self.peers) if peer.axis == "pp"]
@@ -246,10 +246,10 @@ class ActionTable:
         self._source = offsets([*map(len, self.segments)])[segment] + segment_row
         """By row, the row of the concatenated segments."""
 
-    def _kernels(
-        self, rank_classes: Sequence[tuple[int, ...]], columns: KernelColumns
+    def _task_numbers(
+        self, rank_classes: Sequence[tuple[int, ...]], columns: TaskColumns
     ) -> Sequence[Int]:
-        """Numbers of the kernels of each segment, in the order that traces have.
+        """Numbers of the tasks of each segment, in the order that traces have.
 
         Rank by rank: forwards from the first stage on, backwards from the last one on; then the
         optimizer actions.
@@ -259,15 +259,15 @@ class ActionTable:
             order |= dict.fromkeys(2 * c for c in classes)
             order |= dict.fromkeys(2 * c + 1 for c in reversed(classes))
         order |= dict.fromkeys(range(2 * len(self.stages), len(self.segments)))
-        kernels: dict[int, Int] = {}
+        numbers: dict[int, Int] = {}
         for s in order:
-            tasks = self.segments[s].kernels
+            tasks = self.segments[s].tasks
             if s < 2 * len(self.stages):
                 tasks = shifted(self.segments[s], self.labels[s // 2].shifts)
-            kernels[s] = columns.kernels.ids(tasks)
-        return [kernels[s] for s in range(len(self.segments))]
+            numbers[s] = columns.tasks.ids(tasks)
+        return [numbers[s] for s in range(len(self.segments))]
 
-    def _build(self, kernels: Sequence[Int], columns: KernelColumns) -> None:
+    def _build(self, task_numbers: Sequence[Int], columns: TaskColumns) -> None:
         """Build the columns of all rows."""
         counts = [np.bincount(s.deps.reader, minlength=len(s)) for s in self.segments]
         num_deps = np.concatenate(counts)
@@ -277,12 +277,12 @@ class ActionTable:
         data, carried = self._dep_rows(reader)
         self.dep_part = self._part_index[reader]
         """[dependencies]: part of the row that depends, 0 or 1."""
-        kernel_columns = columns.of_rows(np.concatenate(kernels)[self._source])
+        task_columns = columns.of_rows(np.concatenate(task_numbers)[self._source])
         placeholder = 2 * self._action_of_part[self._part] + self._part_index
         unshard = np.array([part.kind == UNSHARD for part in self._parts])[self._part]
         once = unshard | self._column([s.once_per_step for s in self.segments])
         tasks = Tasks(
-            **kernel_columns,
+            **task_columns,
             **self._label_columns(),
             microbatch=np.where(once, -1, placeholder).astype(np.int32),
             tag=self._column([s.tag for s in self.segments]).astype(np.int32),

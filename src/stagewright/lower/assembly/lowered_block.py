@@ -1,5 +1,7 @@
 """Blocks as tasks, the values that they allocate, and what stages exchange.
 
+First values and their bytes, then `LoweredBlock`, which has the tasks.
+
 A value is allocated from the first row that touches it to the last: allocation is ideal. The
 results of a collective of many weights are allocated and freed as one. Views, gradients reduced in
 their buffer and parameters written by the optimizer share the bytes of another value.

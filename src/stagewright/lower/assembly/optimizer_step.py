@@ -25,7 +25,7 @@ class ClipNorm(NamedTuple):
     """Groups of axes over which ranks exchange the norm of each gradient, one after the other."""
     dtype: str = "fp32"
 
-    def kernels(self, gradients: int, norms: int) -> list[LoweredTask]:
+    def tasks(self, gradients: int, norms: int) -> list[LoweredTask]:
         """Kernels that clip by the global norm: sum, all-reduces, factor; each reads the last one.
 
         `gradients`: number of gradients of a rank; `norms`: number of kernels that make norms.
@@ -54,7 +54,7 @@ def optimizer_step(stages: Sequence[Stage], clip: ClipNorm | None) -> Segment:
 
     A rank on which nothing trains takes part in the exchange of norms, as all others do.
     """
-    kernels: list[LoweredTask] = []
+    tasks: list[LoweredTask] = []
     stage_of: list[int] = []
     block: list[int] = []
     row_of = [[0] * len(stage.updates) for stage in stages]
@@ -65,21 +65,21 @@ def optimizer_step(stages: Sequence[Stage], clip: ClipNorm | None) -> Segment:
         if section is BlockSection.UPDATE and clip is not None:
             norms = [row_of[s][n] for s, stage in enumerate(stages) for n in _last_norms(stage)]
             gradients = sum(placed.block.norms for stage in stages for placed in stage.blocks)
-            first = len(kernels)
-            kernels += clip.kernels(gradients, len(norms))
-            clip_row = len(kernels) - 1
-            stage_of += [-1] * (len(kernels) - first)
-            block += [-1] * (len(kernels) - first)
+            first = len(tasks)
+            tasks += clip.tasks(gradients, len(norms))
+            clip_row = len(tasks) - 1
+            stage_of += [-1] * (len(tasks) - first)
+            block += [-1] * (len(tasks) - first)
             chain = np.arange(first, clip_row)
             readers = np.append(np.full(len(norms), first), chain + 1)
             deps.append(_refs_to_optimizer(readers, np.append(np.array(norms, np.int64), chain)))
         for row in _rows(stages, p):
             for s, n in row:
-                row_of[s][n] = len(kernels)
+                row_of[s][n] = len(tasks)
             s, n = row[0]
             stage_of.append(s)
             block.append(blocks[s][n] if len(row) == 1 else -1)
-            kernels.append(merge_messages([(0, stages[s].updates.kernels[n]) for s, n in row]))
+            tasks.append(merge_messages([(0, stages[s].updates.tasks[n]) for s, n in row]))
     rows = [np.array(numbers, dtype=np.int64) for numbers in row_of]
     for s, stage in enumerate(stages):
         refs = stage.updates.deps
@@ -89,7 +89,7 @@ def optimizer_step(stages: Sequence[Stage], clip: ClipNorm | None) -> Segment:
         refs = refs._replace(reader=reader, stage=np.where(inside, 0, s), segment_row=row)
         deps.append(refs.take(row >= 0))
     columns = np.array(stage_of, dtype=np.int64), np.array(block, dtype=np.int64)
-    return Segment.of_optimizer(kernels, columns[1], _distinct(deps), columns[0], rows)
+    return Segment.of_optimizer(tasks, columns[1], _distinct(deps), columns[0], rows)
 
 
 def _last_norms(stage: Stage) -> list[int]:
@@ -104,9 +104,9 @@ def _rows(stages: Sequence[Stage], p: int) -> Iterable[Sequence[tuple[int, int]]
     items = [(s, n) for s, x in enumerate(stages) for n in range(*x.update_begin[p : p + 2])]
     section = UPDATE_SECTIONS[p]
     if section is BlockSection.TIE:
-        items.sort(key=lambda item: stages[item[0]].updates.kernels[item[1]].axes)
+        items.sort(key=lambda item: stages[item[0]].updates.tasks[item[1]].axes)
     if section is BlockSection.UPDATE and stages:
-        tasks: Row = [(i, stages[s].updates.kernels[n]) for i, (s, n) in enumerate(items)]
+        tasks: Row = [(i, stages[s].updates.tasks[n]) for i, (s, n) in enumerate(items)]
         arranged = stages[0].habits.arrange_updates(tasks)
         if arranged is not None:
             return [[items[i] for i, _ in row] for row in arranged]

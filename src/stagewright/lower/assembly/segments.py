@@ -122,7 +122,7 @@ class Segment:
     `deps` are sorted by reader; all of the same segment are earlier rows.
     """
 
-    kernels: Sequence[LoweredTask]
+    tasks: Sequence[LoweredTask]
     block: Int
     """By row, the block of its stage; -1: none or several."""
     tag: Int
@@ -146,13 +146,13 @@ class Segment:
 
     @classmethod
     def of_optimizer(
-        cls, kernels: Sequence[LoweredTask], block: Int, deps: RowRefs, stage: Int,
+        cls, tasks: Sequence[LoweredTask], block: Int, deps: RowRefs, stage: Int,
         row_of: Sequence[Int] = (),
     ) -> Segment:  # fmt: skip
         """Rows of the optimizer action: all once per step."""
-        none, every = np.zeros(len(kernels), dtype=bool), np.ones(len(kernels), dtype=bool)
-        no_tag = np.full(len(kernels), -1)
-        return cls(kernels, block, no_tag, deps, every, none, none, none, stage, row_of)
+        none, every = np.zeros(len(tasks), dtype=bool), np.ones(len(tasks), dtype=bool)
+        no_tag = np.full(len(tasks), -1)
+        return cls(tasks, block, no_tag, deps, every, none, none, none, stage, row_of)
 
 
 Shifts = tuple[int | None, int | None]
@@ -172,7 +172,7 @@ def row_names(segment: Segment, labels: Sequence[StageLabels]) -> list[str]:
     """Names of the rows of a segment; `labels`: of its stages."""
     stages: list[int] = segment.stage.tolist()
     blocks: list[int] = segment.block.tolist()
-    rows = zip(stages, blocks, segment.kernels, strict=True)
+    rows = zip(stages, blocks, segment.tasks, strict=True)
     return [t.name if b < 0 else f"{labels[s].labels[b]}.{t.name}" for s, b, t in rows]
 
 
@@ -204,7 +204,7 @@ class ActionRows:
     """Rows that gather the weights of one microbatch's pass."""
     sent: list[tuple[Value, int]] = field(default_factory=list[tuple[Value, int]])
     """Values sent to other stages, and the rows of the sends."""
-    kernels: list[LoweredTask] = field(default_factory=list[LoweredTask])
+    tasks: list[LoweredTask] = field(default_factory=list[LoweredTask])
     blocks: list[int] = field(default_factory=list[int])
     tags: list[int] = field(default_factory=list[int])
     deps: list[RowDep] = field(default_factory=list[RowDep])
@@ -217,14 +217,14 @@ class ActionRows:
     @property
     def every_microbatch(self) -> list[int]:
         """Rows that every microbatch has, including messages added so far."""
-        return sorted({*range(len(self.kernels))} - {*self.once_per_step})
+        return sorted({*range(len(self.tasks))} - {*self.once_per_step})
 
     def add(self, t: LoweredTask, block: int = -1, tag: int = -1) -> int:
         """Append a row of a block; -1: none or several."""
-        self.kernels.append(t)
+        self.tasks.append(t)
         self.blocks.append(block)
         self.tags.append(tag)
-        return len(self.kernels) - 1
+        return len(self.tasks) - 1
 
     def touch_by(self, row: int) -> RowRef:
         """Reference to a row of this action, as a value records its touch."""
@@ -242,11 +242,11 @@ class ActionRows:
         deps = np.array(sorted({*self.deps}), dtype=np.int64).reshape(-1, 4).T
         row, copy, stage, segment_row = deps
         compute = TaskKind.COMPUTE
-        computes = np.array([t.kind is compute for t in self.kernels], dtype=bool)
+        computes = np.array([t.kind is compute for t in self.tasks], dtype=bool)
         inside = (copy == self.copy) & (stage == self.stage)
         waits = row[inside][~computes[segment_row[inside]]]
         return Segment(
-            kernels=tuple(self.kernels),
+            tasks=tuple(self.tasks),
             block=np.array(self.blocks, dtype=np.int64),
             tag=np.array(self.tags, dtype=np.int64),
             deps=RowRefs.of_stage(row, deps[1:], self.stage, weight_halves),
@@ -254,11 +254,11 @@ class ActionRows:
             weight_half=weight_half,
             gathers=self._mask(self.gathers),
             waits_for_comm=self._mask(waits) & computes,
-            stage=np.zeros(len(self.kernels), dtype=np.int64),
+            stage=np.zeros(len(self.tasks), dtype=np.int64),
         )
 
     def _mask(self, rows: Sequence[int] | Int) -> Bool:
         """Mask of `rows` among all rows of the action."""
-        mask = np.zeros(len(self.kernels), dtype=bool)
+        mask = np.zeros(len(self.tasks), dtype=bool)
         mask[rows] = True
         return mask

@@ -425,16 +425,16 @@ class Stage:
 
 
 def shifted(segment: Segment, shifts: Shifts) -> list[LoweredTask]:
-    """Kernels of a stage whose messages go to other ranks."""
+    """Tasks of a segment, its messages sent as far as `shifts` says."""
     blocks: list[int] = segment.block.tolist()
-    kernels: list[LoweredTask] = []
-    for block, t in zip(blocks, segment.kernels, strict=True):
+    tasks: list[LoweredTask] = []
+    for block, t in zip(blocks, segment.tasks, strict=True):
         if block < 0 and t.kind in _MESSAGES:
             shift = shifts[(t.kind is TaskKind.SEND) == (t.phase == "forward")]
             assert shift is not None, "a message to a stage that does not exist"
             t = replace(t, shift=shift)
-        kernels.append(t)
-    return kernels
+        tasks.append(t)
+    return tasks
 
 
 def _message_prefix(value: Crossing, *, forward: bool) -> str:

@@ -48,7 +48,7 @@ class KernelRules(NamedTuple):
     """Copy a rank's slice of an unsharded activation."""
 
 
-def kernels(
+def tasks_of(
     graph: Graph, extent: Extent, mesh: Mesh, rules: KernelRules | None = None
 ) -> tuple[list[LoweredTask], dict[Node, Dependency | None]]:
     """Tasks of a block in execution order within each section, and the task of each value."""

@@ -1,4 +1,7 @@
-"""Degrees of parallelism, what they shard, and how ranks are numbered."""
+"""Degrees of parallelism, what they shard, and how ranks are numbered: settings and their help.
+
+`parallel.degrees` makes axes of them.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -21,7 +21,7 @@ from stagewright.graph.table import Timing
 from stagewright.lower.assembly.assemble import assemble
 from stagewright.lower.assembly.lowered_block import StageBlock
 from stagewright.lower.blocks import kernel_rules
-from stagewright.lower.kernels.lowering import kernels
+from stagewright.lower.kernels.lowering import tasks_of
 from stagewright.lower.serving_step import ServingStep
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import ModelConfig
@@ -211,10 +211,10 @@ class StepRows:
         ]
         return assemble(placed, forward_only(step.run.pp, 1), step.mesh, streams=step.run.streams)
 
-    def _kernels(self, variant: BlockVariant, batch: Mapping[str, int]) -> Float:
-        """Numbers of the kernels of a block with a batch: [kernels, numbers]."""
+    def _numbers_of_block(self, variant: BlockVariant, batch: Mapping[str, int]) -> Float:
+        """Numbers of the tasks of a block with a batch: [tasks, numbers]."""
         step = self.step
-        tasks, _ = kernels(
+        tasks, _ = tasks_of(
             step.graphs[variant], step.extent(batch), step.mesh, kernel_rules(step.run)
         )
         numbers = np.zeros((len(tasks), _NUMBERS))
@@ -224,20 +224,22 @@ class StepRows:
             row[_EXTENTS : _EXTENTS + len(extents)] = [n for _, n in extents]
         return numbers
 
-    def _kernels_of(
+    def _numbers_of_blocks(
         self, tokens: Int, batches: Sequence[Mapping[str, int]]
     ) -> dict[BlockVariant, Float]:
-        """Numbers of all blocks with batches of these tokens: [kernels, numbers, batches].
+        """Numbers of all blocks with batches of these tokens: [tasks, numbers, batches].
 
         They lie on a line, unless a block has experts.
         """
         share, middle = (tokens - tokens[0]) / (tokens[-1] - tokens[0]), len(tokens) // 2
         numbers: dict[BlockVariant, Float] = {}
         for variant in self.step.graphs:
-            low, mid, high = (self._kernels(variant, batches[n]) for n in (0, middle, -1))
+            low, mid, high = (self._numbers_of_block(variant, batches[n]) for n in (0, middle, -1))
             line = low[:, :, None] * (1 - share) + high[:, :, None] * share
             if not np.allclose(line[:, :, middle], mid, rtol=1e-3):
-                line = np.stack([self._kernels(variant, batch) for batch in batches], axis=2)
+                line = np.stack(
+                    [self._numbers_of_block(variant, batch) for batch in batches], axis=2
+                )
             numbers[variant] = line
         return numbers
 
@@ -251,11 +253,11 @@ class StepRows:
     def _rank_rows(self, last: Mapping[str, int]) -> list[RankRows]:
         """Rows of each rank; `last` is the largest batch that is lowered."""
         tokens = self.lowered
-        numbers = self._kernels_of(tokens, [self._batch(n) for n in tokens.tolist()])
+        numbers = self._numbers_of_blocks(tokens, [self._batch(n) for n in tokens.tolist()])
         slopes = {
             variant: np.stack(
                 [
-                    (self._kernels(variant, {**last, name: 2 * n}) - at[:, :, -1]) / n
+                    (self._numbers_of_block(variant, {**last, name: 2 * n}) - at[:, :, -1]) / n
                     for name, n in self.base.items()
                 ],
                 axis=2,
@@ -324,7 +326,7 @@ class StepRows:
     def seconds_with_routed(self, tokens: Int) -> list[Float]:
         """Seconds of batches of one token whose experts get `tokens` of each replica."""
         batches = [self._batch(1, n * self.step.run.dp) for n in tokens.tolist()]
-        numbers = self._kernels_of(tokens, batches)
+        numbers = self._numbers_of_blocks(tokens, batches)
         ranks = [self._of_rank(rank, numbers) for rank in self.program.classes]
         program = _repeat(self.program, ranks)
         return self._seconds_in_engine(program, self._isolated_seconds(program, len(tokens)))

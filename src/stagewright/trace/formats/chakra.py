@@ -4,13 +4,13 @@ A file is `length | GlobalMetadata | (length | Node)*`; node id = row + 1. MLCom
 one type per attribute and takes any other for 0, and it knows data_deps only. So:
 
 - the types below (int64_val, uint64_val, int32_val, ...) are those that it expects;
-- comm_size is equal on all members of a group, as ASTRA-sim demands; of an uneven all-to-all it is
-  that of the even one which takes as long, and local_bytes has what the rank gives to it;
+- comm_size is `Tasks.comm_bytes`, equal on all members of a group, as ASTRA-sim demands; where
+  `Tasks.local_bytes` of the rank differ, local_bytes has these;
 - data_deps are all dependencies, ctrl_deps those that the schedule demands (`Tasks.order`).
 
 Ranks of one class share all bytes but the names of their groups, their own rank and their partners'
-ranks. Ranks that also write these equally wide form a `Batch`. It is encoded once, as a `Template`,
-into which each rank patches its own values.
+ranks (`RankFields`). Ranks whose values of these take equally many bytes form a `ChakraBatch`; it
+is encoded once, as a `ChakraTemplate`, into which each rank patches its own values.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> l
 
     `provenance` goes into every file's metadata.
     """
-    partners = RankValues(program)
+    fields = RankFields(program)
     batches: list[ChakraBatch] = []
     for rank_class in program.classes:
         class_ranks = intersect(rank_class.ranks, ranks)
         if not len(class_ranks):
             continue
-        codes = partners.used(rank_class.tasks)
+        codes = fields.used(rank_class.tasks)
         header = metadata({**provenance, "pipeline_rank": rank_class.pipeline_rank})
-        for widths, batch_ranks in partners.by_width(codes, class_ranks):
+        for widths, batch_ranks in fields.by_width(codes, class_ranks):
             batches.append(
                 ChakraBatch(
-                    rank_class, batch_ranks, partners, dict(zip(codes, widths, strict=True)), header
+                    rank_class, batch_ranks, fields, dict(zip(codes, widths, strict=True)), header
                 )
             )
     return batches
@@ -134,7 +134,7 @@ def _attr(value: bytes) -> bytes:
 
 
 def _number(name: str, number: int) -> ByteTable:
-    """The bytes before the value of a numeric attribute, by the bytes of the value: 1 to 10."""
+    """Headers of a numeric attribute, by the length of the varint that follows: 1 to 10 bytes."""
     return ByteTable([_attr(_value(name, number, bytes(n)))[:-n] for n in range(1, 11)])
 
 
@@ -151,8 +151,8 @@ _COMM_TYPE = ByteTable(
 _IS_CPU_OP = _attr(_value("is_cpu_op", _BOOL, b"\0"))
 
 
-class RankValues:
-    """Values that differ between ranks of a class: groups, own rank, peers. Each has a *code*.
+class RankFields:
+    """Fields that differ between ranks of a class: groups, own rank, peers. Each has a *code*.
 
     Code `s` is the group of communicator slot `s`; then comes the own rank; then the peers by slot.
     """
@@ -264,14 +264,14 @@ class ChakraBatch:
         self,
         rank_class: RankClass,
         ranks: Int,
-        partners: RankValues,
+        fields: RankFields,
         widths: dict[int, int],
         header: bytes,
     ) -> None:
         """`widths`: bytes of the value of each code in use, ascending codes."""
         self.ranks = ranks
         self._tasks = rank_class.tasks
-        self._partners = partners
+        self._fields = fields
         self._codes = np.array(list(widths), np.int64)  # ascending
         self._widths = np.array(list(widths.values()), np.int64)
         self._header = header
@@ -313,7 +313,7 @@ class ChakraBatch:
             of_width = np.flatnonzero(self._widths == width)
             rows = np.flatnonzero(np.isin(which, of_width))
             codes = self._codes[of_width].tolist()
-            values = [self._partners.payloads(code, self.ranks, width) for code in codes]
+            values = [self._fields.payloads(code, self.ranks, width) for code in codes]
             column = np.searchsorted(of_width, which[rows])
             patches.append(Patch(at[rows], column, np.stack(values, axis=1)))
         return patches
@@ -366,11 +366,11 @@ class ChakraBatch:
         tasks = self._tasks
         sends = tasks.kind[span] == TaskKind.SEND
         where = np.flatnonzero(sends | (tasks.kind[span] == TaskKind.RECV))
-        peer = tasks.slot[span][where].astype(np.int64) + self._partners.rank_code + 1
+        peer = tasks.slot[span][where].astype(np.int64) + self._fields.rank_code + 1
         marks: list[Mark] = []
         for name, is_own in (("comm_src", sends), ("comm_dst", ~sends)):
             entries = [_attr(_value(name, _INT32, bytes(int(width)))) for width in self._widths]
-            codes = np.where(is_own[where], self._partners.rank_code, peer)
+            codes = np.where(is_own[where], self._fields.rank_code, peer)
             marks.append(self._code(rows, entries, codes, where))
         _append(rows, _COMM_TAG, tasks.tag[span][where].astype(np.int64), where)
         _append(rows, _COMM_SIZE, tasks.comm_bytes[span][where], where)

@@ -1,4 +1,4 @@
-"""Bundles of programs from recorded PyTorch graphs: write them, and read their origin."""
+"""Bundles of programs that `import` made of PyTorch graphs: write them, and read their origin."""
 
 from __future__ import annotations
 
