@@ -15,7 +15,7 @@ MOST = {
     "riddles": 6,
     "roles": 0,
     "meaning": 3,
-    "unnamed": 17,
+    "unnamed": 11,
 }
 
 

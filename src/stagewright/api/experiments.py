@@ -35,7 +35,7 @@ def load_experiment(
     check_names(overrides, "overrides as a mapping of settings")
     if path is not None:
         path = path_text(path, "the path of a run file")
-    return run_manifest.load_experiment(path, overrides, gpus_per_node)
+    return run_manifest.read_experiment(path, overrides, gpus_per_node)
 
 
 def read_launch(

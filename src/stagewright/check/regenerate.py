@@ -16,7 +16,7 @@ from stagewright.lower.compile import compile
 from stagewright.program.columns import Program, Tasks, Values
 from stagewright.time.astra_sim import with_least_bytes
 from stagewright.trace.formats import chakra
-from stagewright.trace.run_manifest import least_bytes, load_experiment, load_model
+from stagewright.trace.run_manifest import least_bytes, load_model, read_experiment
 from stagewright.trace.templates import Share, most_at_once, shares
 from stagewright.trace.write import provenance
 
@@ -27,7 +27,7 @@ def program_of(manifest: Path, nodes: int) -> Program | str:
     `nodes` is the number in the traces: a run that would make far more nodes is not compiled.
     """
     try:
-        run, model = load_experiment(manifest).run, load_model(manifest)
+        run, model = read_experiment(manifest).run, load_model(manifest)
         if model is not None:
             run = run.resolved(model)
             if run.microbatches * (run.layers or model.num_layers) > 64 * nodes:

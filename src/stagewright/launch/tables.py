@@ -2,7 +2,7 @@
 
 | column | |
 |---|---|
-| `flag` | its name without dashes before it, then other spellings; the first one is written; |
+| `flag` | spellings without dashes before them; `search --as` writes the first; |
 | | `sglang-*`: all that begin so |
 | `values` | words that follow: a number, `0-1`, `+` or `*` |
 | `ours` | `tp`: that setting has the value. `zero=1`: it has this one. `no_overlap-dp`: the list |

@@ -14,7 +14,7 @@ from stagewright.algebra.layout import MIRROR, Mesh
 from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.plan import Axes, Plan
-from stagewright.run import requests as serving
+from stagewright.run import requests
 from stagewright.run.settings import Run
 
 
@@ -56,7 +56,7 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
     # Ranks of cp decode the same tokens.
     context = () if run.mode == "decode" else cp
     stripes: Axes = ()
-    if serving.stripes(run, model) > 1:
+    if requests.stripes(run, model) > 1:
         stripes = cp + (axes(tensor_axes[0]) if _striped(run) > 1 else ())
     replicas = axes("dp_replicate", "dp_shard", "dp")
     data = ((MIRROR,) if mirrored else ()) + replicas

@@ -30,8 +30,7 @@ from stagewright.model.architecture import LIMITS
 from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig
 from stagewright.printable import printable
-from stagewright.run import frameworks, lengths
-from stagewright.run import requests as serving
+from stagewright.run import frameworks, lengths, requests
 from stagewright.run.files import is_manifest, read_settings, settings_of
 from stagewright.run.other_names import Pending
 from stagewright.run.pipeline_split import compute_split, even_split, layout_split, split_with_ends
@@ -233,7 +232,7 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
                 defaults["decoder_seq_length"] = self.seq_length or longest
         else:
             sources = model.encoder_num_layers > 0
-            defaults |= serving.defaults(
+            defaults |= requests.defaults(
                 self,
                 longest,
                 latent=model.kv_lora_rank > 0,
@@ -310,7 +309,7 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
     def microbatches(self) -> int:
         """Microbatches that pass through a pipeline per step."""
         if self.mode != "train":
-            return serving.microbatches(self)
+            return requests.microbatches(self)
         if self.global_batch_size is None:
             return self._fewest_microbatches
         return self.global_batch_size // (self.micro_batch_size * self.dp)

@@ -201,7 +201,7 @@ class _DpComm:
 
     tuple_of: Int
     """Index of each candidate's tuple: [candidates]."""
-    ranks_of_tuple: Sequence[_DpGroup]
+    group_of_tuple: Sequence[_DpGroup]
     forward: Float
     """Gathers of a microbatch's forward pass."""
     backward: Float
@@ -223,21 +223,21 @@ class _DpComm:
         first, tuple_of = distinct_numbers([placed.tuple_of, states.tuple_of], len(candidates))
         by_tuple = [_DpGroup.of(candidates, index) for index in placed.first.tolist()]
         numbers: list[int] = placed.tuple_of[first].tolist()
-        ranks_of_tuple = [by_tuple[n] for n in numbers]
+        group_of_tuple = [by_tuple[n] for n in numbers]
         tables = np.zeros((4, len(WEIGHTS), len(first), states["optimizer"].shape[1]))
-        for n, (ranks, state) in enumerate(
-            zip(ranks_of_tuple, states.tuple_of[first].tolist(), strict=True)
+        for n, (group, state) in enumerate(
+            zip(group_of_tuple, states.tuple_of[first].tolist(), strict=True)
         ):
             for w, weights in enumerate(WEIGHTS):
                 forward, recompute, backward, reduce, update = (
-                    ranks.seconds(weights, use, states[f"{weights} {use}"][state]) for use in USES
+                    group.seconds(weights, use, states[f"{weights} {use}"][state]) for use in USES
                 )
                 tables[:, w, n] = forward, recompute + backward, reduce, update
-        return cls(tuple_of, ranks_of_tuple, *tables)
+        return cls(tuple_of, group_of_tuple, *tables)
 
     def flags(self, name: str) -> Int:
         """Field of `_DpGroup` per tuple."""
-        return np.array([int(getattr(group, name)) for group in self.ranks_of_tuple])
+        return np.array([int(getattr(group, name)) for group in self.group_of_tuple])
 
 
 # ---- estimates of training -----------------------------------------------------------------------

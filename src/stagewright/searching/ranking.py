@@ -50,7 +50,12 @@ class SearchOptions:
 
 @dataclass(eq=False)
 class Ranking:
-    """Candidates with their metrics, while and after the search simulates them."""
+    """Candidates with their metrics, while and after the search simulates them.
+
+    Its lists: `winners`, the simulated ones that fit, best first; `rows`, of these the best of each
+    layout; `best`, the winners after the first of `rows`; `listed`, what is printed; and `open`,
+    those that could still win.
+    """
 
     candidates: Candidates
     estimates: Figures

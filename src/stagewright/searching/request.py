@@ -74,7 +74,7 @@ def search_request(
     else:
         values = flat(values, path)
         if path is not None and launch.find(path):
-            values = {name: value for name, value in values.items() if name not in _LAYOUT}
+            values = {name: value for name, value in values.items() if name not in _SEARCHED}
         search_only = {name: values.pop(name) for name in [*values] if _is_search_only(name)}
         values = _pop_axes(values, axes, where)
     # Options override the run file, and --vary adds lists.
@@ -120,7 +120,7 @@ def search_request(
     return _with_defaults(base, model, fleets, axes, fixed, added, origins)
 
 
-_LAYOUT = frozenset({
+_SEARCHED = frozenset({
     "tp", "cp", "dp", "pp", "ep", "etp", "vpp", "zero", "dp_shard", "sequence_parallel",
     "recompute", "recompute_modules", "recompute_num_layers", "recompute_method",
     "micro_batch_size", "layers_per_stage", "num_layers_per_virtual_pipeline_stage",

@@ -26,5 +26,8 @@ A request from its arrival to its last token:
 With stages, remote caches or failures it takes further ways: `stages` before the prompt,
 `disaggregation` and `kv_transfer` between prefill and decode, `lockstep` where replicas (dp) share
 experts, `operation` where instances fail. `metrics` sums up the records that `steadiness` selects,
-with gaps between tokens from the engines' `step_log`; `search` looks for the cheapest deployment.
+with gaps between tokens from the engines' `step_log`, and `energy` the joules of the GPUs; `search`
+looks for the cheapest deployment. `batch` has the batch of a step and its durations, `speculative`
+the drafts in it. `capture` makes a run of a batch that an engine had, `compare_log` sets a server's
+log beside the simulation, and `command_lines` writes the engines' own command lines.
 """

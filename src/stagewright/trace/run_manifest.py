@@ -70,7 +70,7 @@ def _json_value(value: Any) -> Any:
     return sorted(cast("frozenset[str]", value)) if isinstance(value, frozenset) else value
 
 
-def load_experiment(
+def read_experiment(
     path: str | Path | None,
     overrides: Mapping[str, Any] | None = None,
     gpus_per_node: Callable[[str | None], int] | None = None,

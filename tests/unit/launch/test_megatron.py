@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 
 import stagewright as sw
-from helpers import DATA, cases
+from helpers import DATA, ROOT, cases
 from stagewright.errors import UserError
 from stagewright.launch import files
 from stagewright.launch.megatron import pattern_of
 from stagewright.launch.reading import LaunchFile
+from stagewright.launch.tables import canonical, table
 from stagewright.model.presets import PRESETS
 
 LLAMA = """--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
@@ -23,6 +25,8 @@ LLAMA = """--normalization RMSNorm --swiglu --disable-bias-linear --position-emb
 MLA = """--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128
   --qk-pos-emb-head-dim 64 --v-head-dim 128 --qk-layernorm"""
 MOE = "--group-query-attention --num-experts {experts} --moe-router-topk {k} --moe-ffn-hidden-size"
+
+DATA_OF_TOOLS = ROOT / "src" / "stagewright" / "data" / "launch"
 
 PUBLISHED = {
     "llama3-8b": f"""{LLAMA} --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336
@@ -217,8 +221,6 @@ def test_a_checkpoint_names_the_model(tmp_path: Path) -> None:
 
 def test_every_flag_of_published_scripts_is_in_a_table() -> None:
     """Flags of two or more of 114 published scripts: each has a meaning or a reason."""
-    from stagewright.launch.tables import canonical, table
-
     rows = {**table("megatron"), **table("launchers")}
     with open(DATA / "launch" / "megatron_flags.csv") as stream:
         flags = [row["flag"] for row in csv.DictReader(stream)]
@@ -227,7 +229,6 @@ def test_every_flag_of_published_scripts_is_in_a_table() -> None:
 
 def test_tables_are_consistent() -> None:
     """Rows name settings that there are, or say why there is none."""
-    from stagewright.launch.tables import table
     from stagewright.model.architecture import Architecture
     from stagewright.run.other_names import is_setting_name
     from stagewright.run.sections import EXPERIMENT
@@ -240,6 +241,17 @@ def test_tables_are_consistent() -> None:
             assert row.setting in EXPERIMENT or is_setting_name(row.setting), row
         else:
             assert row.note, row
+
+
+@pytest.mark.parametrize(
+    "tool", [path.name.removesuffix(".csv") for path in sorted(DATA_OF_TOOLS.glob("*.csv"))]
+)
+def test_a_flag_has_one_row(tool: str) -> None:
+    """A second row of a flag, or of a spelling of it, would be ignored."""
+    lines = (DATA_OF_TOOLS / f"{tool}.csv").read_text(encoding="utf-8").splitlines()
+    rows = [*csv.reader(line for line in lines if not line.startswith("#"))][1:]
+    rows_of = Counter(name for row in rows for name in {*map(canonical, row[0].split())})
+    assert [name for name, count in rows_of.items() if count > 1] == []
 
 
 def test_patterns() -> None:

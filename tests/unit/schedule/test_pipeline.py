@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from helpers import DATA, cases
 from orders import in_flight
 from stagewright.errors import UserError
+from stagewright.run.sections import SETTINGS
 from stagewright.schedule.actions import (
     SLOTS,
     Action,
@@ -690,3 +691,13 @@ def test_csv_that_does_not_fit_the_run(tmp_path: Path) -> None:
         f"{path}: pipeline order: stage 0, microbatch 4 has no actions; wanted F and B, or F, I "
         "and W, once for each of 2 stages and 8 microbatches, both counted from 0" + ADVICE
     )
+
+
+def test_help_names_every_schedule() -> None:
+    """Sections import no table of schedules, so that help is quick: the names stand there again."""
+    text = SETTINGS["schedule"].help
+    words = {word.strip(".") for word in re.split(r",\s*", text)}
+    short = [re.match(r"(.*)\((.*)\)(.*)", word) for word in words]
+    for start, option, end in (match.groups() for match in short if match):
+        words |= {start + end, start + option + end}
+    assert {*SCHEDULES} <= words, {*SCHEDULES} - words

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stagewright.errors import UserError
-from stagewright.run.sections.serving import EngineSection
+from stagewright.run.sections.serving import SERVING, EngineSection
 from stagewright.serving.deployment import InstanceGroup
 from stagewright.serving.schedulers import named
 from stagewright.serving.schedulers.sglang import SGLang
@@ -64,3 +64,10 @@ def test_a_module_that_is_only_named_is_not_imported(monkeypatch: pytest.MonkeyP
         made("os:system")
     with pytest.raises(UserError, match="--scheduler mine: No module named 'no_such_module'"):
         made("mine")
+
+
+def test_help_names_every_scheduler() -> None:
+    """Sections import no table of schedulers: the names stand there again."""
+    assert named.SCHEDULERS.keys() <= {
+        *SERVING["scheduler"].help.removeprefix("Scheduler: ").split(", ")
+    }

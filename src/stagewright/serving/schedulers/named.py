@@ -26,7 +26,7 @@ SCHEDULERS: Mapping[str, type[Any]] = {
 }
 
 _LIMITS = ("max_num_batched_tokens", "max_num_seqs")
-"""Settings that also say for which batches memory is kept, whatever the scheduler."""
+"""Limits that size memory, so any scheduler may have them."""
 _LARGE = 70 * 2**30
 _CHUNKS = ((20, 2048), (60, 4096), (160, 8192))
 """SGLang's chunks by memory in GiB (sglang 0.5.23, `arg_groups/memory_hook.py`)."""
