@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from stagewright.errors import UserError, either
 from stagewright.files import from_json, from_yaml, open_regular, read_text
-from stagewright.launch import megatron, recipes, servers, shell
+from stagewright.launch import alignment, megatron, recipes, servers, shell
 from stagewright.launch.reading import LaunchFile, LaunchSource, Tool
 from stagewright.launch.shell import ShellCommand, shown
 from stagewright.model.config import ModelConfig
@@ -27,6 +27,9 @@ TOOLS: tuple[Tool, ...] = (
     recipes.TORCHTITAN,
     recipes.DEEPSPEED,
     recipes.ACCELERATE,
+    alignment.VERL,
+    alignment.NEMO_RL,
+    alignment.OPENRLHF,
     *servers.TOOLS,
 )
 """All tools; the first one that knows a file reads it."""

@@ -79,6 +79,9 @@ class Lexer:
                 line += text.count("\n", i, end)
                 i = end
             elif operator_ := next((o for o in _OPERATORS if text.startswith(o, i)), ""):
+                before = tokens[-1] if tokens and text[i - 1].isdigit() else None
+                if before and before.is_word and before.text.isdigit() and operator_[0] in "<>":
+                    tokens.pop()  # 2>&1
                 tokens.append(Token(operator_, line, False))
                 i += len(operator_)
             else:

@@ -102,7 +102,7 @@ def _read_megatron(source: LaunchSource, command: ShellCommand) -> LaunchFile:
     _refuse_other(reading, program)
     given = reads.apply(reading, flags, ignore_unknown=source.ignore_unknown)
     _gpus(reading, source, before)
-    _run(reading, given, {flag.row.flag for flag in flags if flag.row})
+    follow(reading, given, {flag.row.flag for flag in flags if flag.row})
     _model(reading, source, given, program)
     return reading
 
@@ -116,8 +116,8 @@ def _read_slime(source: LaunchSource, command: ShellCommand) -> LaunchFile:
     # slime sets these itself: backends/megatron_utils/arguments.py
     defaults = {"precision": "bf16", "zero": 1, "moe_token_dispatcher_type": "alltoall"}
     reading.settings = defaults | reading.settings
-    _run(reading, given, {flag.row.flag for flag in flags if flag.row})
-    _update(reading)
+    follow(reading, given, {flag.row.flag for flag in flags if flag.row})
+    update(reading)
     _model(reading, source, given, program)
     reading.notes.append("the update step is read; generation and weight transfer are not part")
     return reading
@@ -149,7 +149,7 @@ def _gpus(reading: LaunchFile, source: LaunchSource, before: Sequence[str]) -> N
     )
 
 
-def _run(reading: LaunchFile, given: Mapping[str, Flag], names: set[str]) -> None:
+def follow(reading: LaunchFile, given: Mapping[str, Flag], names: set[str]) -> None:
     """Settings that follow from several flags, or from one that is absent."""
     settings = reading.settings
     settings["framework"] = "megatron"
@@ -210,8 +210,8 @@ def _run(reading: LaunchFile, given: Mapping[str, Flag], names: set[str]) -> Non
     settings.setdefault("make_vocab_size_divisible_by", 128)
 
 
-def _update(reading: LaunchFile) -> None:
-    """Batch of slime's update: samples of a rollout, packed up to a number of tokens."""
+def update(reading: LaunchFile) -> None:
+    """Batch of an update: samples of a rollout, packed up to a number of tokens."""
     settings = reading.settings
     nodes, per_node = settings.pop("nodes", 1), settings.pop("gpus_per_node", 8)
     settings["gpus"] = nodes * per_node

@@ -105,7 +105,7 @@ def _expanded(
     for flag in flags:
         text, name = "".join(flag.values), canonical(flag.name)
         if name in _FILES and flag.row is None:
-            yield from data_flags(_file(reading, source, text), tool)
+            yield from _with_marks(data_flags(_file(reading, source, text), tool))
         elif flag.row is None and text.startswith("{"):
             values = _mapping(text, f"{source.path}: {flag.name}")
             from_command += _with_marks(data_flags(values, tool, f"{flag.name}."))

@@ -406,8 +406,6 @@ class _Reader:
             elif token.is_word:
                 raw.append(token)
             elif token.text in _REDIRECTIONS:
-                if raw and raw[-1].text.isdigit():
-                    raw.pop()  # 2>&1
                 i += 1
                 if token.text in (">", ">>") and i < len(self.tokens):
                     target = token.text + self.tokens[i].text
@@ -418,13 +416,21 @@ class _Reader:
             i += 1
         if i == start:
             self._unexpected(i)
-        if run and body is not None and target and raw and raw[0].text == "cat":
-            name, old = self._text(target.lstrip(">")), target.startswith(">>")
-            text = "".join(x if isinstance(x, str) else " ".join(x)
-                           for _, x in self._pieces(body, True))  # fmt: skip
-            files = self.script.files
-            files[name] = self._count((files.get(name, "") if old else "") + text)
+        if run and body is not None and len(raw) > 0:
+            self._keep(raw, body, target)
         return i, self._run(raw, body, line) if run else True
+
+    def _keep(self, raw: list[Token], body: str, target: str) -> None:
+        """Keep a here-document that `cat` writes into a file, or `read` into a variable."""
+        pieces = (piece for _, piece in self._pieces(body, True))
+        if raw[0].text == "cat" and target:
+            name, files = self._text(target.lstrip(">")), self.script.files
+            old = files.get(name, "") if target.startswith(">>") else ""
+            text = "".join(p if isinstance(p, str) else " ".join(p) for p in pieces)
+            files[name] = self._count(old + text)
+        elif raw[0].text == "read" and len(raw) > 1:
+            text = "".join(p if isinstance(p, str) else " ".join(p) for p in pieces)
+            self._assign(raw[-1].text, text)
 
     def _run(self, raw: list[Token], body: str | None, line: int) -> bool | None:
         while raw and (match := ASSIGNMENT.match(raw[0].text)):
@@ -757,8 +763,6 @@ class _Reader:
                     commands[-1] += self._fields(token.text)
             elif token.text in _REDIRECTIONS:
                 skips = True
-                if commands[-1] and commands[-1][-1].isdigit():
-                    commands[-1].pop()
             elif token.text in ("&&", ";", "\n"):
                 commands.append([])
             else:

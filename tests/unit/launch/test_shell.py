@@ -29,6 +29,12 @@ def words(text: str, **given: str) -> list[str]:
         ('A=(--a 1 # why not\n "b c")\nrun "${A[@]}"', "run|--a|1|b c"),
         ("A=(1)\nA+=(2 3)\nrun ${A[@]} ${#A[@]} ${A[1]}", "run 1 2 3 3 2"),
         ("A=()\nrun ${A[@]} x", "run x"),
+        ("run --a 16 \\\n  > log 2>&1", "run --a 16"),
+        ("N=4\nrun $((N > 8 ? N : 8)) $((N > 2 ? N : 2))", "run 8 4"),
+        ("N=4\nrun $([[ $N -gt 4 ]] && echo many || echo few)", "run few"),
+        ("declare -A M=([a:1]=x [b:1]=y)\nK=b\nrun ${M[${K}:1]:-z} ${M[c]:-z}", "run y z"),
+        ("read -r -d '' W <<EOF\ntrain --a 1\nEOF\nrun $W", "run train --a 1"),
+        ("while read -r X; do A=1; done < <(env)\nrun ${A:-0}", "run 0"),
         ("N=4\nG=$((N * 2 + 1))\nrun $G $(($G%4))", "run 9 1"),
         ("if [ $N -gt 0 ]; then A=1; else A=2; fi\nrun $A", "run 2"),
         ('K=x\nif [[ "$K" == "y" || $K = x ]]; then A=1; fi\nrun $A', "run 1"),
@@ -116,3 +122,9 @@ def test_hostile_scripts_end_quickly(kind: str) -> None:
     assert message.startswith("train.sh")
     assert "\n" not in message
     assert time.process_time() - started < 5
+
+
+def test_files_that_are_written() -> None:
+    """Here-documents that `cat` writes are kept with their variables; others are not."""
+    text = "N=3\ncat > a.yml << EOF\nn: $N\nEOF\ncat << EOF >> a.yml\nm: ${M:-1}\nEOF\n"
+    assert read(text + "cat << EOF\nx\nEOF\n").files == {"a.yml": "n: 3\nm: 1\n"}
