@@ -93,7 +93,7 @@ class Tasks:
     in device memory; `comm_bytes` bytes of the local input of a collective (of an all_gather: the
     shard of this rank; of an all_reduce, reduce_scatter or all_to_all: the full tensor on this
     rank), or of a message, or of a copy to or from the host. All members of a group have the same
-    `comm_bytes`: in an uneven collective, the bytes of the even one of equal duration;
+    `comm_bytes`: in an uneven collective, the bytes of an even collective that takes as long;
     `local_bytes` has those of the rank.
 
     Kernels run on one stream, slot -1. Small kernels between the collectives of a communicator

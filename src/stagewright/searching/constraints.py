@@ -39,6 +39,7 @@ class Constraint:
     """Check of candidates, with a cache of its results."""
 
     requirement: str
+    """Name of the rule of runs, or of the check; `wanted` in JSON."""
     reads: tuple[str, ...]
     """Columns that decide the check; `ALL`: any."""
     check: Check
