@@ -411,6 +411,9 @@ class Hardware(FigureBlock):
     node_overhead_w: float = Field(ge=0, default=0)
     """Power of host, network and cooling inside the node, per GPU."""
     price_usd_per_gpu_hour: float | None = Field(ge=0, default=None)
+    vllm_small_batches: bool = False
+    """vLLM's default limits of a step are those of a small device, whatever the memory: so of the
+    A100 (vllm-project/vllm@00024d31 `vllm/engine/arg_utils.py`, `get_batch_defaults`)."""
 
     sources: Mapping[Line, Line] = Field(default_factory=dict)
     """The source of each number, by key, with dots for nesting."""

@@ -15,6 +15,7 @@ from stagewright.serving.schedulers import named
 from stagewright.serving.schedulers.sglang import SGLang
 from stagewright.serving.schedulers.static import Static
 from stagewright.serving.schedulers.tensorrt_llm import TensorRtLlm
+from stagewright.time.hardware import resolve
 
 LIMITS = named.BatchLimits(2048, 256, 8192)
 
@@ -71,3 +72,9 @@ def test_help_names_every_scheduler() -> None:
     assert named.SCHEDULERS.keys() <= {
         *SERVING["scheduler"].help.removeprefix("Scheduler: ").split(", ")
     }
+
+
+def test_batches_of_an_a100_are_small_whatever_its_name() -> None:
+    a100 = resolve("a100-sxm-80gb").model_copy(update={"name": "mine"})
+    assert named.batch_limits(EngineSection(), a100)[:2] == (2048, 256)
+    assert named.batch_limits(EngineSection(), resolve("h100-sxm"))[:2] == (8192, 1024)

@@ -44,11 +44,11 @@ class BatchLimits(NamedTuple):
 def batch_limits(settings: EngineSection, hardware: Hardware) -> BatchLimits:
     """Limits of the settings, or vLLM's defaults of a server.
 
-    From 70 GiB on, but for the A100, 8,192 tokens and 1,024 requests, else 2,048 and 256
-    (vllm-project/vllm@00024d31 `vllm/engine/arg_utils.py`, `get_batch_defaults`; it, too, knows the
-    A100 by its name).
+    From 70 GiB on, but for the A100 (`Hardware.vllm_small_batches`), 8,192 tokens and 1,024
+    requests, else 2,048 and 256 (vllm-project/vllm@00024d31 `vllm/engine/arg_utils.py`,
+    `get_batch_defaults`).
     """
-    large = hardware.memory >= _LARGE and "a100" not in hardware.name.lower()
+    large = hardware.memory >= _LARGE and not hardware.vllm_small_batches
     tokens = settings.max_num_batched_tokens or (8192 if large else 2048)
     requests = settings.max_num_seqs or min(1024 if large else 256, tokens)
     if tokens < requests:
