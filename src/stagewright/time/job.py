@@ -48,6 +48,10 @@ class Goodput:
     per_1000_node_days: float
     interruption_seconds: float
     """Mean time between two interruptions of the job."""
+    detect: float
+    """Until a failure is known and its node replaced."""
+    restart: float
+    """Until the first step."""
     checkpoint: Checkpoint
     saving: Saving | None
     """None where replicas fail alone: no checkpoint is on the path of a recovery."""
@@ -78,6 +82,8 @@ class Job:
     days_without_failures: float
     usd: float | None
     """Of all GPUs and spares; None without a price."""
+    price: float | None
+    """USD per GPU and hour."""
     mwh: float
     """At the mean power of a step, all the time."""
 
@@ -107,7 +113,7 @@ def goodput_with(
     failures = Failures(mean, detect, restart)
     spares = _spares(cluster, nodes)
     waits = spares.shortage if spares else 0.0
-    common = nodes, cluster.failures, mean, size
+    common = nodes, cluster.failures, mean, detect, restart, size
     if cluster.replica_recovery is not None:
         share = goodput.replicated_share(failures, replicas, cluster.replica_recovery)
         return Goodput(share * (1 - waits), *common, None, None, None, None, None, spares)
@@ -134,7 +140,7 @@ def job_of(
     paid = gpus + (cluster.spares or 0) * hardware.gpus_per_node
     usd = None if price is None else price * paid * seconds / 3600
     mwh = watts_per_gpu * gpus * seconds / 3600 / 1e6
-    return Job(cluster.tokens, seconds / DAY, ideal / DAY, usd, mwh)
+    return Job(cluster.tokens, seconds / DAY, ideal / DAY, usd, price, mwh)
 
 
 _WITH_FAILURES = (
@@ -156,8 +162,10 @@ def check_job(cluster: ClusterSection, mode: str) -> None:
             )
         return
     alone = cluster.replica_recovery is not None
-    for name in ("detect", "restart", *(() if alone else ("storage_gb_s",))):
-        _needed(cluster, name)
+    needed = ("detect", "restart", *(() if alone else ("storage_gb_s",)))
+    if missing := [name for name in needed if getattr(cluster, name) is None]:
+        flags = " ".join(f"--{name.replace('_', '-')} {_EXAMPLES[name]}" for name in missing)
+        raise UserError(f"failures need {', '.join(missing)}; give them, such as {flags}")
     if alone and (unused := {*given} & {"checkpoint", "storage_gb_s", "async_checkpoint"}):
         raise UserError(
             f"{min(unused)} means nothing with replica_recovery: a failure loses no work, and "
@@ -169,8 +177,8 @@ def check_job(cluster: ClusterSection, mode: str) -> None:
 
 
 _EXAMPLES: Mapping[str, str] = {
-    "detect": "60s (PyTorch ends a collective that hangs after 600s)",
-    "restart": "300s",
+    "detect": "60s",
+    "restart": "5min",
     "storage_gb_s": "100",
     "repair": "24h",
     "spares": "2",
@@ -179,9 +187,7 @@ _EXAMPLES: Mapping[str, str] = {
 
 def _needed(cluster: ClusterSection, name: str) -> float:
     value = getattr(cluster, name)
-    if value is None:
-        flag = "--" + name.replace("_", "-")
-        raise UserError(f"failures need {name}; give {flag}, such as {_EXAMPLES[name]}")
+    assert value is not None, "check_job asks for it"
     return value
 
 

@@ -163,10 +163,13 @@ def goodput_lines(step: SimulatedStep) -> Iterator[str]:
         yield (
             f"goodput {of.useful_share:.1%}: {of.interruptions_per_day:,.3g} interruptions a day, "
             f"one in {duration(of.interruption_seconds)} ({of.per_1000_node_days:g} per 1,000 "
-            f"node-days on {plural(of.nodes, 'node', 'nodes')}, at random)"
+            f"node-days on {plural(of.nodes, 'node', 'nodes')}, at random), "
+            f"{duration(of.detect)} to detect, {duration(of.restart)} to restart"
         )
         yield _checkpoint_line(of)
-        if of.spares is not None:
+        if of.spares is None:
+            yield "spares: always enough, assumed; --spares and --repair change this"
+        else:
             yield (
                 f"spares: {of.spares.in_repair:.3g} nodes are in repair on average; with "
                 f"{of.spares.spares} spares the job waits {of.spares.shortage:.2%} of the time, "
@@ -176,10 +179,13 @@ def goodput_lines(step: SimulatedStep) -> Iterator[str]:
         if job.days > MOST_DAYS:
             yield f"{count(round(job.tokens))} tokens: the job makes no progress worth naming"
             return
-        cost = "" if job.usd is None else f", {count(round(job.usd))} USD"
+        cost = ""
+        if job.usd is not None:
+            cost = f", {count(round(job.usd))} USD at {job.price:.3g} per GPU-hour"
         without = f"{job.days_without_failures:,.1f} days without failures"
         yield (
-            f"{count(round(job.tokens))} tokens: {job.days:,.1f} days{cost}, {job.mwh:,.1f} MWh; "
+            f"{count(round(job.tokens))} tokens in steps of {step.tokens:,}: {job.days:,.1f} days"
+            f"{cost}, {job.mwh:,.1f} MWh of the GPUs; "
             + (without if of else "without failures and checkpoints, which --failures adds")
         )
 

@@ -178,7 +178,7 @@ def test_a_job_says_what_it_assumes() -> None:
     assert entry["job"]["tokens"] == 1e11
     text = "\n".join(map(str, step.text()))
     assert "goodput 99" in text
-    assert "100 billion tokens: " in text
+    assert "100 billion tokens in steps of " in text
     assert "interruptions a day" in step.page()
 
 

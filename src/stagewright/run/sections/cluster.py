@@ -84,13 +84,13 @@ class ClusterSection:
     )
     detect: Seconds | None = setting(
         None,
-        "Time until a failure is detected and its node replaced.",
+        "Time until a failure is detected and its node replaced, such as 60s.",
         modes=TRAINING,
         metavar="TIME",
     )
     restart: Seconds | None = setting(
         None,
-        "Time from then until the first step: start, communicators, reading a checkpoint.",
+        "Time from then until the first step, reading a checkpoint included, such as 5min.",
         modes=TRAINING,
         metavar="TIME",
     )
@@ -101,7 +101,7 @@ class ClusterSection:
     )
     replica_recovery: Seconds | None = setting(
         None,
-        "Replicas of dp fail alone: time for which the others wait.",
+        "Replicas of dp fail alone: time for which the others wait, such as 30s.",
         unset="a failure stops all",
         modes=TRAINING,
         metavar="TIME",
@@ -114,7 +114,7 @@ class ClusterSection:
     )
     repair: Seconds | None = setting(
         None,
-        "Time until a failed node is back, for spares.",
+        "Time until a failed node is back, such as 24h; for spares.",
         modes=TRAINING,
         metavar="TIME",
     )
