@@ -102,7 +102,7 @@ def _of(name: str, holds: Callable[[Compared], bool]) -> Callable[[], list[float
 
 
 def kind(c: Compared) -> str:
-    """Dense, small, MoE, LoRA or low: the kinds of step times."""
+    """Dense, sweep (dense, nanotron), MoE, LoRA or low: the kinds of step times."""
     traits = c.prediction.traits
     assert traits is not None
     if traits.low_utilization:
@@ -111,7 +111,7 @@ def kind(c: Compared) -> str:
         return "LoRA"
     if traits.experts:
         return "MoE"
-    return "small" if c.source == SWEEP else "dense"
+    return "sweep" if c.source == SWEEP else "dense"
 
 
 def _steps(name: str) -> Callable[[], list[float]]:
@@ -187,8 +187,8 @@ def _engine_rows(quantity: str) -> Callable[[], list[float]]:
 ANSWERS = (
     Answer("train-dense", _steps("dense"), "Step time, dense models", "{sources} sources",
            "ZeRO-3 whose gathers are exposed"),
-    Answer("train-small", _steps("small"), "Step time, small dense models",
-           "nanotron on AWS's H100", "a nearly full memory"),
+    Answer("train-nanotron", _steps("sweep"), "Step time, nanotron's dense models",
+           "1.3 to 80 billion parameters, AWS's H100", "a nearly full memory"),
     Answer("train-moe", _steps("MoE"), "Step time, MoE", "Megatron-Bridge, dgxc-benchmarking, "
            "NeMo Automodel", "B300, gpt-oss, single rows"),
     Answer("train-lora", _steps("LoRA"), "Step time, LoRA", "MLPerf, dgxc-benchmarking, "
@@ -320,7 +320,7 @@ def known() -> list[str]:
 
 STEPS = {
     "dense": "Dense models",
-    "small": "Small dense models (nanotron)",
+    "sweep": "Dense models of nanotron",
     "MoE": "MoE",
     "LoRA": "LoRA",
     "low": "Below a tenth of the peak",
@@ -562,9 +562,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         "Source", ("inference",), lambda c: c.source, lambda c: c.quantity == "tpot_ms"
     ),
     "steady-hardware": Grouped("Engine, GPU", ("inference",), _engine, _is_steady),
-    "served": Grouped(
-        "Source, quantity", ("serving", "drafts"), _served, lambda c: "overloaded" not in c.source
-    ),
+    "served": Grouped("Source, quantity", ("serving", "drafts"), _served),
     "recorded": recorded,
     "memory": Grouped("Source, what was measured", ("memory",), _memory),
     "kernels": Grouped("Kernel", ("kernels",), lambda c: c.source),
@@ -620,7 +618,7 @@ def of_source(source: str) -> Iterator[tuple[str, list[Compared]]]:
 def group(c: Compared) -> str:
     """What rows of a source are grouped by."""
     if c.prediction.traits is not None:
-        names = {"low": "below a tenth of the peak", "small": "dense"}
+        names = {"low": "below a tenth of the peak", "sweep": "dense"}
         return f"{names.get(kind(c), kind(c))}, {_precision(c)}"
     if isinstance(c.row, KernelRow):
         return f"{c.row.hardware}, {c.row.kernel}, {c.row.dtype}"
