@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from stagewright.errors import UserError, either
+from stagewright.launch.names import written
 from stagewright.serving.deployment import Deployment, InstanceGroup
 from stagewright.serving.schedulers.named import schedules_ahead
 
@@ -99,6 +100,13 @@ def _line(command: str, options: Mapping[str, Any]) -> str:
     return " ".join(words)
 
 
+def _name(tool: str, setting: str) -> str:
+    """Option of an engine for a setting, as its table has it."""
+    words = written(tool, setting, "True")
+    assert words is not None, setting
+    return f"--{words[0]}"
+
+
 def _vllm(group: InstanceGroup) -> Iterator[str]:
     run, engines = group.instance.run, group.settings
     experts = group.instance.model.num_experts > 0
@@ -113,22 +121,23 @@ def _vllm(group: InstanceGroup) -> Iterator[str]:
     yield _line(
         f"vllm serve {_model(group)}",
         {
-            "--tensor-parallel-size": run.tp,
-            "--pipeline-parallel-size": run.pp if run.pp > 1 else None,
-            "--data-parallel-size": run.dp if run.dp > 1 else None,
+            _name("vllm", "tp"): run.tp,
+            _name("vllm", "pp"): run.pp if run.pp > 1 else None,
+            _name("vllm", "dp"): run.dp if run.dp > 1 else None,
             "--enable-expert-parallel": experts and run.ep > 1,
             "--quantization": _quantization(run.weight_precision, {"nvfp4": "modelopt_fp4"}),
             "--kv-cache-dtype": {None: "auto", "bf16": "bfloat16"}.get(
                 run.kv_cache_dtype, run.kv_cache_dtype
             ),
-            "--block-size": run.kv_block_size,
-            "--max-model-len": _max_model_len(group),
-            "--max-num-batched-tokens": group.limits.tokens,
-            "--max-num-seqs": group.limits.requests,
-            "--gpu-memory-utilization": engines.gpu_memory_utilization,
-            "--num-gpu-blocks-override": engines.num_gpu_blocks,
-            "--long-prefill-token-threshold": engines.long_prefill_token_threshold or None,
-            "--scheduling-policy": engines.scheduling_policy,
+            _name("vllm", "kv_block_size"): run.kv_block_size,
+            _name("vllm", "max_model_len"): _max_model_len(group),
+            _name("vllm", "max_num_batched_tokens"): group.limits.tokens,
+            _name("vllm", "max_num_seqs"): group.limits.requests,
+            _name("vllm", "gpu_memory_utilization"): engines.gpu_memory_utilization,
+            _name("vllm", "num_gpu_blocks"): engines.num_gpu_blocks,
+            _name("vllm", "long_prefill_token_threshold"): engines.long_prefill_token_threshold
+            or None,
+            _name("vllm", "scheduling_policy"): engines.scheduling_policy,
             _switch("enable-prefix-caching", engines.enable_prefix_caching): True,
             _switch("enable-chunked-prefill", engines.enable_chunked_prefill is not False): True,
             _switch("async-scheduling", schedules_ahead(engines, run.pp)): True,
@@ -145,28 +154,32 @@ def _vllm(group: InstanceGroup) -> Iterator[str]:
 def _sglang(group: InstanceGroup) -> Iterator[str]:
     run, engines = group.instance.run, group.settings
     replicas = run.dp
+    # With attention data parallelism it is multiplied by 0.3, and the chunk is that of all replicas
+    # (`_handle_data_parallelism`).
+    waits = engines.schedule_conservativeness / (0.3 if replicas > 1 else 1)
     yield _line(
         f"python3 -m sglang.launch_server --model-path {_model(group)}",
         {
-            "--tp-size": run.tp * replicas,  # with attention data parallelism: of both
-            "--pp-size": run.pp if run.pp > 1 else None,
-            "--dp-size": replicas if replicas > 1 else None,
-            "--enable-dp-attention": replicas > 1,
-            "--ep-size": run.ep if run.ep > 1 else None,
+            _name("sglang", "tp"): run.tp * replicas,  # with attention data parallelism: of both
+            _name("sglang", "pp"): run.pp if run.pp > 1 else None,
+            _name("sglang", "dp"): replicas if replicas > 1 else None,
+            _name("sglang", "enable_dp_attention"): replicas > 1,
+            _name("sglang", "ep"): run.ep if run.ep > 1 else None,
             "--quantization": _quantization(run.weight_precision, {"nvfp4": "modelopt_fp4"}),
             "--kv-cache-dtype": {None: "auto", "bf16": "bf16", "fp8": "fp8_e4m3"}.get(
                 run.kv_cache_dtype, run.kv_cache_dtype
             ),
-            "--page-size": run.kv_block_size,
-            "--context-length": _max_model_len(group),
-            "--chunked-prefill-size": group.limits.prompt_tokens,
-            "--max-prefill-tokens": engines.max_prefill_tokens,
-            "--max-running-requests": group.limits.requests * replicas,
-            "--max-total-tokens": group.num_blocks * run.kv_block_size,
-            "--schedule-policy": engines.schedule_policy,
-            "--schedule-conservativeness": engines.schedule_conservativeness,
-            "--scheduler-recv-interval": engines.scheduler_recv_interval,
-            "--enable-mixed-chunk": engines.enable_mixed_chunk,
+            _name("sglang", "kv_block_size"): run.kv_block_size,
+            _name("sglang", "max_model_len"): _max_model_len(group),
+            _name("sglang", "chunked_prefill_size"): group.limits.prompt_tokens
+            * replicas,  # of all
+            _name("sglang", "max_prefill_tokens"): engines.max_prefill_tokens,
+            _name("sglang", "max_num_seqs"): group.limits.requests * replicas,
+            _name("sglang", "max_total_tokens"): group.num_blocks * run.kv_block_size,
+            _name("sglang", "schedule_policy"): engines.schedule_policy,
+            _name("sglang", "schedule_conservativeness"): round(waits, 9),
+            _name("sglang", "scheduler_recv_interval"): engines.scheduler_recv_interval,
+            _name("sglang", "enable_mixed_chunk"): engines.enable_mixed_chunk,
             "--disable-radix-cache": not engines.enable_prefix_caching,
             "--disable-overlap-schedule": not engines.async_scheduling,
             "--disaggregation-mode": None if group.role == "both" else group.role,

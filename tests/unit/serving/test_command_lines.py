@@ -1,11 +1,14 @@
 """Command lines of engines have every setting that was timed."""
 
 import json
+import random
 import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import stagewright as sw
 from helpers import cases
 from stagewright.errors import UserError
 from stagewright.model.catalog import resolve as model_of
@@ -31,6 +34,40 @@ def group(engine: str, **settings: object) -> InstanceGroup:
     hardware = hardware_of("h200")
     model = model_of(MODEL).with_overrides(num_layers=2)
     return InstanceGroup.of(RUN, model, Machine.of(hardware, gpus=4), engines)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_what_is_written_is_read_as_the_same_run(engine: str, seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    tp, dp = draw.choice([(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])
+    ep = draw.choice([1, tp * dp])
+    run = Run(
+        model=MODEL, mode="decode", tp=tp, dp=dp, ep=ep, etp=tp * dp // ep,
+        kv_cache_dtype=draw.choice(["fp8", "bf16"]), kv_block_size=draw.choice([16, 64]),
+        weight_precision=draw.choice([None, "fp8", "nvfp4"]), max_model_len=4096,
+    )  # fmt: skip
+    settings = {
+        "scheduler": ENGINES[engine], "max_num_seqs": draw.choice([8, 64]),
+        "enable_prefix_caching": draw.random() < 0.5, "async_scheduling": draw.random() < 0.5,
+    }  # fmt: skip
+    settings |= {
+        "vllm": {"max_num_batched_tokens": draw.choice([512, 4096]), "gpu_memory_utilization": 0.8,
+                 "scheduling_policy": draw.choice(["fcfs", "priority"])},
+        "sglang": {"chunked_prefill_size": draw.choice([512, 4096]), "schedule_policy": "lpm",
+                   "scheduler_recv_interval": draw.choice([1, 8]),
+                   "schedule_conservativeness": draw.choice([0.5, 1.0])},
+    }[engine]  # fmt: skip
+    machine = Machine.of(hardware_of("h200"), gpus=tp * dp)
+    of = InstanceGroup.of(run, model_of(MODEL), machine, EngineSection(**settings))
+    path = tmp_path / "serve.sh"
+    path.write_text("\n".join(command_lines(Deployment((of,)), engine)))
+    read = sw.read_launch(path).settings
+    assert {name: read.get(name, getattr(EngineSection(), name)) for name in settings} == settings
+    found = sw.load_run(path)
+    names = ("model", "tp", "dp", "ep", "kv_cache_dtype", "kv_block_size", "weight_precision")
+    assert {name: getattr(found, name) for name in names} == {n: getattr(run, n) for n in names}
+    assert (found.etp or found.tp) == run.etp
 
 
 class OneByOne:
@@ -80,7 +117,7 @@ def test_sglang_counts_ranks_of_attention_data_parallelism_in_tp():
     wanted = {
         "--model-path": "Qwen/Qwen3-30B-A3B", "--tp-size": "4", "--dp-size": "2", "--ep-size": "4",
         "--enable-dp-attention": "", "--kv-cache-dtype": "fp8_e4m3", "--page-size": "32",
-        "--chunked-prefill-size": "2048", "--max-running-requests": "128",
+        "--chunked-prefill-size": "4096", "--max-running-requests": "128",
     }  # fmt: skip
     found = options(line)
     assert {name: found[name] for name in wanted} == wanted
