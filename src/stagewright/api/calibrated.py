@@ -13,6 +13,7 @@ from stagewright.api.result import PublicResult, check_suffix, path_text
 from stagewright.files import write_text
 from stagewright.recorded.calibrate import CalibratedHardware
 from stagewright.recorded.calibrate import calibrate as calibrate_hardware
+from stagewright.recorded.rank import chips_differ
 from stagewright.recorded.read import read_traces
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware, full_name, is_path, resolve
@@ -106,5 +107,11 @@ def calibrate(traces: Paths, base: str | os.PathLike[str]) -> Calibration:
     name = path_text(base, "hardware as a name or a path")
     name = name if is_path(name) else full_name(name)
     recorded = read_traces(paths_of(traces))
-    notes = list(dict.fromkeys(note for trace in recorded for note in trace.notes))
-    return Calibration(calibrate_hardware(recorded, resolve(name)), name, notes)
+    hardware = resolve(name)
+    notes = [
+        f"traces are of {trace.device}, the base is {hardware.name}: its other figures stay"
+        for trace in recorded
+        if chips_differ(trace.device, hardware.name)
+    ]
+    notes += [note for trace in recorded for note in trace.notes]
+    return Calibration(calibrate_hardware(recorded, hardware), name, list(dict.fromkeys(notes)))

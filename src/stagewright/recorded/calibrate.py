@@ -23,7 +23,7 @@ from stagewright.graph.node import BYTES
 from stagewright.numbers import plural
 from stagewright.program.columns import COLLECTIVES
 from stagewright.recorded.kernels import MESSAGES
-from stagewright.recorded.rank import Kernel, RankTrace
+from stagewright.recorded.rank import Kernel, RankTrace, RuntimeCall
 from stagewright.recorded.steps import host_waits, transfer_of
 from stagewright.time.collectives import (
     collective_seconds,
@@ -50,8 +50,8 @@ WIDEST = 0.35
 """Spread beyond which a median is no figure of the machine, but of some kernels."""
 _OTHER_WORK = 1.5
 """Multiple of the median interval of launches from which on an interval holds other work."""
-_GRAPH_US = 3.0
-"""Interval of launches (us) below which they are not calls of operators but of a graph."""
+_GRAPH_US = LAUNCH_COSTS["compile"].call
+"""Interval of launches (us) below which they are not calls of operators but of compiled code."""
 
 
 class CalibratedFigure(NamedTuple):
@@ -270,26 +270,36 @@ def _set_memory(fit: _Calibrating, kernels: Iterable[Kernel]) -> None:
 
 
 def _set_host(fit: _Calibrating, traces: Sequence[RankTrace]) -> None:
-    """Set the host's factor from the time between the launch of a product and the one before."""
+    """Set the host's factor from the time between the launch of a product and of the op before.
+
+    An op counts from its first launch: cuBLAS clears its workspace just before the product.
+    """
     intervals: list[int] = []
     names: set[str] = set()
     for trace in traces:
         product_calls = {id(k.call) for k in trace.kernels if k.call and k.family == "gemm"}
         launching = {id(k.call) for k in trace.kernels if k.call}
         names.update(k.op.name for k in trace.kernels if k.op)
-        before: dict[str, int] = {}
+        first: dict[str, RuntimeCall] = {}  # launch of the latest op, by thread
+        gap: dict[str, int] = {}  # from the op before to the latest
         for call in trace.calls:
             if host_waits(call):
-                before.pop(call.thread, None)
+                first.pop(call.thread, None)
+                gap.pop(call.thread, None)
             elif id(call) in launching:
-                if id(call) in product_calls and call.thread in before:
-                    intervals.append(call.start - before[call.thread])
-                before[call.thread] = call.start
+                before = first.get(call.thread)
+                if before is None or call.op is None or call.op is not before.op:
+                    first[call.thread] = call
+                    if before is not None:
+                        gap[call.thread] = call.start - before.start
+                if id(call) in product_calls and call.thread in gap:
+                    intervals.append(gap.pop(call.thread))
     trains = any("backward" in name.lower() or "_bwd" in name for name in names)
     mode = "eager" if trains else "serving"
     typical = median(intervals) / 1000 if intervals else 0.0
     if len(intervals) < FEWEST or typical < _GRAPH_US:
-        why = "launches of a graph" if intervals else "no launches of products"
+        why = f"launches every {typical:.1f} us, of a graph or of compiled code"
+        why = why if typical else "no launches of products"
         fit.keep("host_factor", why)
         return
     # Longer intervals hold other work of the host.

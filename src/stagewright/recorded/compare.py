@@ -75,6 +75,11 @@ class ComparedSide:
         return self._totals(key)
 
     @property
+    def brief_kernels(self) -> float:
+        """Number of norms and element-wise kernels."""
+        return sum(self.families.get(name, Total()).number for name in ("norm", "elementwise"))
+
+    @property
     def upper_bounds(self) -> int:
         """Number of transfers that include waiting, since other ranks were not read."""
         comms = [k.comm for step in self.steps for k in step.kernels if k.comm is not None]
@@ -117,6 +122,18 @@ class StepComparison:
     def error(self) -> float:
         """Simulated over measured step, less 1."""
         return self.simulated.seconds / self.measured.seconds - 1
+
+    @property
+    def matched_products(self) -> float | None:
+        """Share of the measured products' time of sizes that are simulated; None: sizes unknown."""
+        sized = {
+            name: total
+            for name, total in self.measured.kernels.items()
+            if "=" in name and not name.startswith("attention")
+        }
+        seconds = sum(total.seconds for total in sized.values())
+        matched = sum(t.seconds for name, t in sized.items() if name in self.simulated.kernels)
+        return matched / seconds if seconds else None
 
     @cached_property
     def difference(self) -> dict[str, float]:

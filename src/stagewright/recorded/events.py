@@ -195,7 +195,7 @@ class TraceEvents:
             calls=calls,
             annotations=sorted(self.annotations, key=lambda annotation: annotation.start),
             groups=_groups(distributed),
-            notes=[*notes, *self._lacks(calls, kernels)],
+            notes=[*notes, *self._lacks(calls)],
         )
 
     def _cut(
@@ -249,14 +249,8 @@ class TraceEvents:
         ((device, _),) = used.most_common(1) or [(0, 0)]
         return names.get(device) or next(iter(names.values()), "")
 
-    def _lacks(self, calls: list[RuntimeCall], kernels: list[Kernel]) -> Iterator[str]:
+    def _lacks(self, calls: list[RuntimeCall]) -> Iterator[str]:
         """What the file lacks, for notes."""
-        orphans = sum(kernel.call is None for kernel in kernels)
-        if orphans:
-            yield (
-                f"{plural(orphans, 'kernel was', 'kernels were')} launched before the window: "
-                "they start when they were recorded to start"
-            )
         if not any(op.dims for call in calls if call.op for op in call.op.with_parents()):
             yield "no shapes: products have no m, n, k (record_shapes=True)"
 

@@ -6,6 +6,7 @@ Times are whole nanoseconds on the clock of the file, as recorded. `read` makes 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,22 @@ FAMILIES = (
     "other",
 )
 """Families of kernels."""
+
+
+_CHIP = re.compile(r"[a-z]{1,2}\d{1,4}[a-z]?")
+
+
+def chips_differ(device: str, hardware: str) -> bool:
+    """Return True if names of devices name different chips; False if one names none.
+
+    >>> chips_differ("Tesla V100-SXM2-32GB", "h100-sxm"), chips_differ("NVIDIA H200", "h200")
+    (True, False)
+    >>> chips_differ("NVIDIA H100 80GB HBM3", "my-cluster")
+    False
+    """
+    words = (set(re.split(r"[^a-z0-9]+", name.lower())) for name in (device, hardware))
+    one, other = ({word for word in named if _CHIP.fullmatch(word)} for named in words)
+    return bool(one and other) and one.isdisjoint(other)
 
 
 @dataclass(slots=True, eq=False)

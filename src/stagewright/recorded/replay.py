@@ -15,6 +15,7 @@ from stagewright.errors import UserError, did_you_mean
 from stagewright.numbers import plural, spans
 from stagewright.recorded.link import HOST, LAUNCH, StepGraph, StepNode, link
 from stagewright.recorded.rank import FAMILIES, Kernel, RankTrace
+from stagewright.recorded.steps import window_notes
 
 _MOVES = ("collective", "message", "copy", "memset")
 """Families of kernels that do not compute."""
@@ -157,7 +158,7 @@ class Replayed:
         traces = self.graph.traces
         ranks_of: dict[str, list[int]] = {}
         for trace in traces:
-            for note in trace.notes:
+            for note in (*window_notes(trace), *trace.notes):
                 ranks_of.setdefault(note, []).append(trace.rank)
         notes = [
             note if len(ranks) == len(traces) else f"rank {spans(ranks)}: {note}"

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from stagewright.errors import UserError
+from stagewright.numbers import plural
 from stagewright.recorded.rank import Annotation, Kernel, RankTrace, RuntimeCall
 
 PART_OF_FAMILY = {
@@ -204,6 +205,33 @@ def recorded_steps(
         end = max([window.end, *(kernel.end for kernel in kernels)])
         steps.append(RecordedStep(trace, name, min(begin, kernels[0].start), end, kernels))
     return steps
+
+
+def window_notes(trace: RankTrace) -> list[str]:
+    """What a whole trace holds beside one step, for notes."""
+    names = dict.fromkeys(of.name for of in trace.annotations if of.name.startswith(STEP))
+    busy = {name: kernels for name in names if (kernels := _cut(trace, name)[1])}
+    late = sum(kernel.call is None for kernel in trace.kernels)
+    notes: list[str] = []
+    if len(busy) > 1:
+        first, *_, last = (name.removeprefix(STEP) for name in busy)
+        notes.append(
+            f"{len(busy)} steps recorded, {STEP}{first} to {last}: all are taken as one; "
+            f"--step {first} takes one"
+        )
+    for name, kernels in busy.items() if len(busy) == 1 else ():
+        others = len(trace.kernels) - len(kernels)
+        if others:
+            notes.append(
+                f"1 step recorded, {name}, and {plural(others, 'kernel', 'kernels')} of none: "
+                f"--step {name.removeprefix(STEP)} leaves them out"
+            )
+    if late:
+        notes.append(
+            f"{plural(late, 'kernel was', 'kernels were')} launched before the window: "
+            "they start when they were recorded to start"
+        )
+    return notes
 
 
 def _cut(trace: RankTrace, name: str) -> tuple[Annotation | None, list[Kernel]]:

@@ -9,8 +9,8 @@ import numpy as np
 
 from stagewright.numbers import duration, plural, spans
 from stagewright.recorded.compare import ComparedSide, StepComparison, Total
-from stagewright.recorded.rank import FAMILIES
-from stagewright.recorded.steps import COMMUNICATION, IDLE
+from stagewright.recorded.rank import FAMILIES, chips_differ
+from stagewright.recorded.steps import COMMUNICATION, IDLE, window_notes
 from stagewright.texttable import Table
 from stagewright.views.pages.html import Chart, PageSection, Paragraph, Part, render
 from stagewright.views.pages.html import sentence as page_sentence
@@ -34,6 +34,11 @@ FILLS: Mapping[str, Fill] = {
 """Parts of a step."""
 _ROWS = 15
 """Rows of a table in text."""
+_MATCHED = 0.25
+"""Share of matched products below which a note asks for the model: a layer of Llama that fuses
+query, key and value, and gate and up, on one side only, still has a third."""
+_UNFUSED = 2.0
+"""Multiple of the simulated kernels from which on operators are called unfused."""
 _RANKS = 8
 """Ranks whose timelines are drawn."""
 
@@ -186,8 +191,11 @@ def unmatched(comparison: StepComparison) -> Table:
 
 
 def notes(comparison: StepComparison) -> list[str]:
-    """What the recording lacks."""
-    texts = [note for step in comparison.measured.steps for note in step.trace.notes]
+    """What the recording lacks, and where the two sides are not of one run."""
+    steps = comparison.measured.steps
+    texts = [note for step in steps if not step.name for note in window_notes(step.trace)]
+    texts += [note for step in steps for note in step.trace.notes]
+    texts += _differences(comparison)
     bounds = comparison.measured.upper_bounds
     if bounds:
         texts.append(
@@ -195,6 +203,25 @@ def notes(comparison: StepComparison) -> list[str]:
             "other ranks would tell them apart"
         )
     return list(dict.fromkeys(texts))
+
+
+def _differences(comparison: StepComparison) -> Iterator[str]:
+    """Why the sides may not be of one run: other GPU, products, or operators that are not fused."""
+    devices = [s.steps[0].trace.device for s in (comparison.measured, comparison.simulated)]
+    if chips_differ(*devices):
+        yield f"traces are of {devices[0]}, the simulation is of {devices[1]}"
+    matched = comparison.matched_products
+    if matched is not None and matched < _MATCHED:
+        yield (
+            f"{matched:.0%} of the measured products' time has a simulated product of the same "
+            "size: check model, batch and layout"
+        )
+    ours, theirs = comparison.simulated.brief_kernels, comparison.measured.brief_kernels
+    if ours and theirs > _UNFUSED * ours:
+        yield (
+            f"the measured step launches unfused operators: {theirs:,.0f} norms and element-wise "
+            f"kernels, {ours:,.0f} simulated"
+        )
 
 
 def page(comparison: StepComparison, title: str) -> str:

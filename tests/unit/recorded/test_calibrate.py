@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import stagewright as sw
+from recorded_steps import Step
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.time.hardware import resolve
 
@@ -93,3 +94,31 @@ def test_what_traces_do_not_tell_stays(recorded, tmp_path):
         sw.calibrate(tmp_path / "small", "h1000")
     with pytest.raises(sw.UserError, match="wanted a name that ends in"):
         result.write(tmp_path / "mine.txt")
+
+
+def test_the_host_is_measured_from_op_to_op(tmp_path):
+    """cuBLAS clears its workspace within the op of a product."""
+    step = Step()
+    for number in range(5):
+        at = 200 * number
+        step.op("aten::add", at, 20, [[64, 64]])
+        step.kernel("vectorized_elementwise_kernel", at + 12, 2, launched=at + 10)
+        step.op("aten::mm", at + 60, 40, [[64, 64], [64, 64]])
+        step.kernel("Memset (Device)", at + 84, 1, launched=at + 80)
+        step.kernel("sm90_xmma_gemm_bf16", at + 88, 3, launched=at + 85)
+    result = sw.calibrate(step.write(tmp_path / "a.json"), "h100-sxm")
+    (figure,) = (row for row in result.table("figures").rows if row["figure"] == "host_factor")
+    assert figure["calibrated"] == pytest.approx(70 / 35)
+    assert "traces are of" not in " ".join(result.notes)
+    other = sw.calibrate(tmp_path / "a.json", "a100-sxm-80gb")
+    assert other.notes[0].startswith("traces are of NVIDIA H100, the base is a100-sxm-80gb")
+
+
+def test_launches_of_compiled_code_are_none_of_operators(tmp_path):
+    step = Step()
+    for number in range(5):
+        step.op("aten::mm", 8 * number, 7, [[64, 64], [64, 64]])
+        step.kernel("sm90_xmma_gemm_bf16", 8 * number + 6, 1, launched=8 * number + 1)
+    result = sw.calibrate(step.write(tmp_path / "a.json"), "h100-sxm")
+    assert result.hardware.host_factor == 1
+    assert any("host_factor: launches every 8.0 us" in note for note in result.notes)

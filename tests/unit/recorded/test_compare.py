@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import stagewright as sw
+from recorded_steps import Step
 from stagewright.api.compared import Comparison, simulated_traces
 from stagewright.recorded.compare import ComparedSide, StepComparison
 from stagewright.recorded.rank import Annotation, Kernel, RankTrace, RuntimeCall
@@ -186,3 +187,25 @@ def test_the_middle_step_is_taken():
     }
     (last,) = recorded_steps([trace], step=2)
     assert (last.begin, last.end) == (320, 420)
+
+
+def test_another_run_is_said(tmp_path):
+    def step(adds):
+        step = Step()
+        step.add("user_annotation", "ProfilerStep#0", 0, 5000)
+        step.op("aten::mm", 5, 20, [[4096, 1000], [1000, 512]])
+        step.kernel("sm90_xmma_gemm_bf16", 15, 100, launched=10)
+        for number in range(adds):
+            step.kernel("vectorized_elementwise_kernel", 200 + number, 1, launched=150 + number)
+        return step.write(tmp_path / f"{adds}.json")
+
+    few = sw.compare(step(3), "gpt2", "a100-sxm-80gb", layers=1, seq_length=64)
+    assert few.notes[-2:] == [
+        "traces are of NVIDIA H100, the simulation is of a100-sxm-80gb",
+        "0% of the measured products' time has a simulated product of the same size: check model, "
+        "batch and layout",
+    ]
+    many = sw.compare(step(500), "gpt2", "h100-sxm", layers=1, seq_length=64)
+    assert many.notes[-1].startswith(
+        "the measured step launches unfused operators: 500 norms and element-wise kernels, "
+    )

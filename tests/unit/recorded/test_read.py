@@ -17,6 +17,7 @@ from stagewright.errors import UserError
 from stagewright.recorded import read
 from stagewright.recorded.rank import RankTrace
 from stagewright.recorded.read import is_trace, read_traces
+from stagewright.recorded.steps import window_notes
 
 pytestmark = pytest.mark.unit
 
@@ -85,7 +86,7 @@ def test_window_of_a_step(tmp_path: Path) -> None:
 def test_kernels_without_a_call(tmp_path: Path) -> None:
     step = product()
     step.kernel("gemm", 1, 2, correlation=999)
-    (note,) = only(step.write(tmp_path / "a.json")).notes
+    (note,) = window_notes(only(step.write(tmp_path / "a.json")))
     assert note.startswith("1 kernel was launched before the window")
 
 

@@ -202,3 +202,30 @@ def test_changes_are_those_of_the_simulator(tmp_path: Path, layout: dict[str, An
     launch = plain.seconds - replay.recorded  # of the first kernel, before the span
     assert replay.changed == pytest.approx(slow.seconds - launch, rel=1e-3)
     assert replay.linked == pytest.approx(replay.recorded, rel=1e-3)
+
+
+def test_kernels_beside_the_only_step_are_said(tmp_path: Path) -> None:
+    step = Step()
+    step.add("user_annotation", "ProfilerStep#6", 100, 400)
+    step.kernel(ADD, 5, 90, correlation=999)  # of the step before
+    step.kernel(GEMM, 115, 100, launched=110)
+    notes = run(tmp_path, step).notes
+    assert (
+        "1 step recorded, ProfilerStep#6, and 1 kernel of none: --step 6 leaves them out" in notes
+    )
+    assert not any("--step" in note for note in run(tmp_path, step, step=6).notes)
+    step.add("user_annotation", "ProfilerStep#7", 500, 400)
+    step.kernel(GEMM, 515, 100, launched=510)
+    several = "2 steps recorded, ProfilerStep#6 to 7: all are taken as one; --step 6 takes one"
+    assert several in run(tmp_path, step).notes
+
+
+def test_the_slowest_rank_is_in_the_headline(tmp_path: Path) -> None:
+    """The span keeps how far the first kernels of ranks are apart."""
+    steps = [Step(rank, 2) for rank in range(2)]
+    for step, first in zip(steps, (10, 5010), strict=True):
+        step.kernel(GEMM, first + 5, 100, launched=first)
+        step.kernel(ADD, first + 1005, 10, launched=first + 1000)
+    result = run(tmp_path, *steps, without="host")
+    lines = [line for line in result.text() if isinstance(line, str)]
+    assert lines[-1] == "without host: 5.11 ms (-15.0%); slowest rank 110.00 us (-89.1%)"
