@@ -3,7 +3,8 @@
 While kernels compute, the part is their family's; then comes communication that no kernel hides:
 its transfer, or its waiting for other ranks. Of the time in which nothing runs, the part says what
 the next kernel waited for: its launch by a host that is late, a host that waited for the GPU and
-had to start again (`synchronisation`), or something else (`idle`), such as an event.
+had to start again (`synchronisation`), or something else (`idle`), such as the gap
+between two kernels of a stream, or an event.
 """
 
 from __future__ import annotations

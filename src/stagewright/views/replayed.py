@@ -27,11 +27,14 @@ def replay_text(replayed: Replayed) -> Iterator[str | Table]:
     )
     if replayed.changed is not None:
         changed = replayed.changed.span
-        line = f"{describe(replayed.change)}: {duration(changed / 1e9)} ({changed / span - 1:+.1%})"
-        if len(traces) > 1:  # the span keeps how far the first kernels of ranks are apart
-            before = max(replayed.replayed.of_rank.values())
-            slowest = max(replayed.changed.of_rank.values())
-            line += f"; slowest rank {duration(slowest / 1e9)} ({slowest / before - 1:+.1%})"
+        share = f"{changed / span - 1:+.1%}"
+        line = f"{describe(replayed.change)}: {duration(changed / 1e9)} ({share})"
+        # The span keeps how far the first kernels of the ranks are apart.
+        before = max(replayed.replayed.of_rank.values())
+        slowest = max(replayed.changed.of_rank.values())
+        of_slowest = f"{slowest / before - 1:+.1%}"
+        if of_slowest != share:
+            line += f"; slowest rank {duration(slowest / 1e9)} ({of_slowest})"
         yield line
     yield ranks_table(replayed)
     yield families_table(replayed)
