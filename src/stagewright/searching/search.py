@@ -108,6 +108,8 @@ def search(
     options = options or SearchOptions()
     if options.exact and options.objectives != ("time",):
         raise UserError("--exact proves the least time; use --objective time alone")
+    if "days" in options.objectives and candidates.base.cluster.tokens is None:
+        raise UserError("--objective days needs the tokens of the job; give --tokens, such as 2T")
     if "mfu" in options.objectives and candidates.base.run.mode != "train":
         raise UserError(f"--objective mfu: {objectives.MISSING['mfu']}")
     small = len(candidates) <= SMALL

@@ -26,7 +26,9 @@ a failure is detected and its machine is replaced; R, time to restart, until the
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 DAY = 86_400.0
@@ -141,11 +143,18 @@ def shortage(broken: float, spares: int) -> float:
     >>> round(shortage(broken=1.0, spares=2), 4)
     0.0803
     """
-    term = kept = math.exp(-broken)
-    for count in range(1, spares + 1):
-        term *= broken / count
-        kept += term
-    return max(0.0, 1 - kept)
+    kept = itertools.islice(_poisson(broken), spares + 1)
+    return max(0.0, 1 - sum(kept))
+
+
+def _poisson(mean: float) -> Iterator[float]:
+    """Probabilities of 0, 1, 2, ... events, until nothing is left."""
+    for count in itertools.count():
+        log = count * math.log(mean) - mean - math.lgamma(count + 1) if mean else -math.inf
+        term = math.exp(log) if mean else float(count == 0)
+        if count > mean and term < 1e-18:
+            return
+        yield term
 
 
 def spares_needed(broken: float, shortage_at_most: float = 0.01) -> int:
@@ -154,7 +163,7 @@ def spares_needed(broken: float, shortage_at_most: float = 0.01) -> int:
     >>> spares_needed(1.0)
     4
     """
-    spares = 0
-    while shortage(broken, spares) > shortage_at_most:
-        spares += 1
-    return spares
+    for spares, kept in enumerate(itertools.accumulate(_poisson(broken))):
+        if 1 - kept <= shortage_at_most:
+            return spares
+    raise AssertionError("probabilities add up to 1")

@@ -21,6 +21,10 @@ from stagewright.time import goodput
 from stagewright.time.goodput import DAY, Failures, Saving
 from stagewright.time.hardware import Hardware
 
+LEAST_FAILURES = 1e-3
+"""Fewest interruptions per 1,000 node-days that are meant."""
+MOST_SECONDS = 1e8
+"""Longest time of a checkpoint, or between two: three years."""
 MOST_SHORTAGE = 0.01
 """Share of time without a machine that `spares_needed` accepts."""
 
@@ -151,7 +155,8 @@ _WITH_FAILURES = (
 
 def check_job(cluster: ClusterSection, mode: str) -> None:
     """Raise UserError for settings of a job that miss another, or mean nothing here."""
-    given = [name for name in _WITH_FAILURES if getattr(cluster, name) not in (None, False, "auto")]
+    values = {name: getattr(cluster, name) for name in _WITH_FAILURES}
+    given = [n for n, of in values.items() if of is not None and of is not False and of != "auto"]
     if mode != "train" and (cluster.failures or cluster.tokens or given):
         raise UserError("tokens, failures and checkpoints are of a training job; leave them out")
     if not cluster.failures:
@@ -161,6 +166,11 @@ def check_job(cluster: ClusterSection, mode: str) -> None:
                 "1,000 node-days, such as 3.8 (Llama 3 on 16,384 H100)"
             )
         return
+    if cluster.failures < LEAST_FAILURES:
+        raise UserError(
+            f"failures is {cluster.failures:g} interruptions per 1,000 node-days, wanted at least "
+            f"{LEAST_FAILURES:g}; leave it out for none"
+        )
     alone = cluster.replica_recovery is not None
     needed = ("detect", "restart", *(() if alone else ("storage_gb_s",)))
     if missing := [name for name in needed if getattr(cluster, name) is None]:
@@ -193,6 +203,11 @@ def _needed(cluster: ClusterSection, name: str) -> float:
 
 def _saving(cluster: ClusterSection, hardware: Hardware, size: Checkpoint) -> Saving:
     write = size.bytes / (_needed(cluster, "storage_gb_s") * 1e9)
+    if write > MOST_SECONDS:
+        raise UserError(
+            f"storage_gb_s is {cluster.storage_gb_s:g}: a checkpoint of {size.bytes / 1e9:,.0f} GB "
+            "would take years; wanted GB/s of the storage, such as 100"
+        )
     if not cluster.async_checkpoint:
         return Saving(write, write)
     copy = max(size.by_pipeline_rank) / (hardware.host_bandwidth_gb_s * 1e9)
@@ -205,7 +220,7 @@ def _period(cluster: ClusterSection, saving: Saving) -> float | None:
         return None
     text = cluster.checkpoint.strip()
     time = read_time(text)
-    if time is None or not time[0] > 0:
+    if time is None or not 0 < time[0] <= MOST_SECONDS:
         raise UserError(f"checkpoint: got {text!r}, wanted minutes, a time such as 30min, or auto")
     period = time[0] if time[1] else time[0] * 60
     if period <= saving.shortest_period:
@@ -221,6 +236,11 @@ def _spares(cluster: ClusterSection, nodes: int) -> Spares | None:
         return None
     assert cluster.failures is not None
     broken = goodput.broken_machines(nodes, cluster.failures, _needed(cluster, "repair") / 3600)
+    if broken > nodes:
+        raise UserError(
+            f"repair: {broken:,.0f} nodes would be in repair on average, of a job on {nodes:,}; "
+            "give a shorter time"
+        )
     return Spares(
         cluster.spares, broken, goodput.shortage(broken, cluster.spares),
         goodput.spares_needed(broken, MOST_SHORTAGE),

@@ -354,13 +354,17 @@ def missing_hardware(ranking: Ranking) -> str:
 # ---- the price of other choices ------------------------------------------------------------------
 
 
+_VALUES = {"time": "step", "cost": "USD per Mtoken", "energy": "J per token"}
+"""Names of the values of objectives in the table of choices, where these are others."""
+
+
 def choices(ranking: Ranking) -> Table:
     """Table of the best simulated step for each value of a setting, and why it is slower.
 
     Other settings are free. An estimate, marked `~`, stands where nothing that fits was simulated.
     """
     objective = ranking.options.objectives[0]
-    value = "step" if objective == "time" else objective
+    value = _VALUES.get(objective, objective)
     cells = [
         (choice.setting, choice.value, *_price(ranking, choice.mask))
         for choice in choices_of(ranking.candidates)
@@ -387,6 +391,11 @@ def _price(ranking: Ranking, mask: Bool) -> tuple[str, str, str]:
         value = mark + duration(float(figures.seconds[row]))
     elif names[0] == "memory":
         value = mark + quantity(int(values[row]), "B")
+    elif names[0] == "cost":
+        value = f"{mark}{values[row] * 1e6:.4g}"
+    elif names[0] == "days":
+        tokens = ranking.candidates.base.cluster.tokens or 0.0
+        value = f"{mark}{values[row] * tokens / 86_400:,.4g}"
     if row == first:
         return value, "", "the best"
     more = values[row] / values[first] - 1
@@ -498,6 +507,7 @@ def _win(ranking: Ranking) -> str:
 _VERBS: Mapping[str, tuple[str, str]] = {
     "time": ("times are", "be faster"),
     "memory": ("memory is", "take less memory"),
+    "days": ("days are", "take fewer days"),
     "cost": ("costs are", "cost less per token"),
     "energy": ("energy is", "take less energy per token"),
     "mfu": ("MFU is", "have a higher MFU"),

@@ -569,3 +569,22 @@ def test_estimates_of_experts_whose_passes_overlap_or_reduce_are_near_what_is_si
     paired = candidates.column("schedule").is_one_of("dualpipe")
     assert ratio[~paired] == pytest.approx(1.0, abs=0.12)
     assert ratio[paired] == pytest.approx(1.0, abs=0.18)
+
+
+def test_days_and_costs_of_a_job_rank_candidates():
+    from stagewright.api.searched import search
+
+    job = {
+        "tokens": "1T", "failures": 500, "storage_gb_s": 1, "detect": 60, "restart": 300,
+    }  # fmt: skip
+    axes = {"tp": [1, 2], "pp": [1, 2], "zero": 1, "recompute": "none", "global_batch_size": 64}
+    found = search(
+        "gpt2", "h100-sxm", gpus=8, seq_length=1024, objective=["days"], **axes, **job
+    )  # fmt: skip
+    best = found.table("candidates")
+    assert "useful" in best.columns
+    text = "\n".join(map(str, found.text()))
+    assert "goodput" in text
+    assert "take fewer days" in text
+    with pytest.raises(UserError, match="needs the tokens of the job"):
+        search("gpt2", "h100-sxm", gpus=8, objective=["days"])

@@ -73,3 +73,9 @@ def test_fewer_layers_on_a_slow_node_give_some_back() -> None:
     moved = _step(**settings, layers_per_stage=(6, 9, 9, 8))
     assert moved.seconds < even.seconds
     assert moved.expense().joules < even.expense().joules
+
+
+def test_a_steady_pipeline_draws_the_power_of_its_step() -> None:
+    settings = {"mode": "decode", "pp": 4, "batch_size": 64, "context_length": 2048}
+    step = sw.simulate("llama3.1-8b", "h100-sxm", **settings)  # pyright: ignore
+    assert step.power_over_time.gpu.mean == pytest.approx(step.expense().watts_per_gpu, rel=1e-6)

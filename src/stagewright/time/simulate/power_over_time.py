@@ -85,8 +85,7 @@ def power_over_time(timeline: Timeline, machine: Machine) -> PowerOverTime:
     """Power of GPUs, nodes and the job over a step."""
     spans = max(LEAST_SPANS, round(timeline.seconds / SPAN))
     span = timeline.seconds / spans
-    first = timeline.window[0] * TICK if timeline.window else 0.0
-    edges = first + span * np.arange(spans + 1, dtype=np.float64)
+    edges = span * np.arange(spans + 1, dtype=np.float64)
     lanes = np.stack([_lane_watts(lane, edges, machine.hardware) for lane in timeline.lanes])
     ranks = np.array([len(lane.ranks) for lane in timeline.lanes])
     job = ranks @ lanes
