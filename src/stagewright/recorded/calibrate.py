@@ -48,6 +48,8 @@ _BULK, _BRIEF = 0.8, 0.2
 which for the latency."""
 WIDEST = 0.35
 """Spread beyond which a median is no figure of the machine, but of some kernels."""
+_UNFITTED = 0.02
+"""Distance of the median transfer from the model, from which on no figure fits within limits."""
 _OTHER_WORK = 1.5
 """Multiple of the median interval of launches from which on an interval holds other work."""
 _GRAPH_US = LAUNCH_COSTS["compile"].call
@@ -422,7 +424,14 @@ def _set_link(fit: _Calibrating, block: str, transfers: Sequence[_Transfer], wor
         if name in settled:
             value, shares, number = settled[name]
             key, before = f"{block}.{name}", getattr(base, name)
-            if not fit.set(key, value, before, shares, "transfers", number):
+            faster = 1 - float(np.median(shares))
+            if abs(faster) > _UNFITTED:
+                how = f"{abs(faster):.0%} {'faster' if faster > 0 else 'slower'} than at the limit"
+                fit.keep(
+                    key, f"{plural(number, 'transfer is', 'transfers are')} {how}, {value:.3g}"
+                )
+                fit.hardware = _with_link(fit.hardware, block, {name: before})
+            elif not fit.set(key, value, before, shares, "transfers", number):
                 fit.hardware = _with_link(fit.hardware, block, {name: before})
         elif rows or name != "in_network_fraction":
             size = "small" if name == "latency_us" else "large"

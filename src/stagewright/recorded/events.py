@@ -20,6 +20,9 @@ from stagewright.recorded.rank import Annotation, Kernel, RankTrace, RuntimeCall
 MOST_EVENTS = 4_000_000
 """Events kept of a file: they take about 2 GB."""
 
+_LATEST = 2**62
+"""Nanoseconds that are a time of an event."""
+
 # Categories of events in Kineto's versions, and on devices of several makers.
 _CALLS = (
     *("cuda_runtime", "cuda_driver", "Runtime", "Driver", "xpu_runtime", "xpu_driver"),
@@ -97,12 +100,14 @@ class TraceEvents:
         """Keep an event, if it is of a kind that is needed."""
         if event.get("ph") != "X":
             return
-        kind = _KEPT.get(cast("str", event.get("cat")))
+        kind = _KEPT.get(str(event.get("cat")))
         if kind is None:
             return
         try:
             start = round(event["ts"] * 1000)
             end = start + round(event["dur"] * 1000)
+            if max(abs(start), abs(end)) > _LATEST:
+                raise OverflowError
             args = cast("dict[str, Any]", event.get("args") or {})
             correlation = int(args.get("correlation", -1))
             name = str(event["name"])
@@ -243,7 +248,8 @@ class TraceEvents:
         properties = self.header.get("deviceProperties")
         if not isinstance(properties, list):
             return ""
-        devices = [cast("dict[str, Any]", p) for p in cast("list[Any]", properties) if p]
+        listed = cast("list[Any]", properties)
+        devices = [cast("dict[str, Any]", p) for p in listed if isinstance(p, dict)]
         used = Counter(kernel.device for kernel in self.kernels)
         names = {_number(d.get("id"), -1): str(d.get("name") or "") for d in devices}
         ((device, _),) = used.most_common(1) or [(0, 0)]

@@ -154,7 +154,8 @@ def _attention(op: TorchOp) -> tuple[Shape | None, str]:
                 for dims in cast("Sequence[tuple[int, int, int, int]]", inputs[:3])
             )
         )
-        concrete = cast("list[Any]", (each.args or {}).get("Concrete Inputs") or [])
+        listed = (each.args or {}).get("Concrete Inputs")
+        concrete = cast("list[Any]", listed) if isinstance(listed, list) else []
         if backward:  # after the gradient, the result and its sums, seeds or lengths
             at = 14 if "cudnn" in name else 11
         causal = int(len(concrete) > at and str(concrete[at]) == "True")

@@ -218,14 +218,20 @@ def _events(line: Timeline, lane: Lane, groups: _Groups, device: int) -> Iterato
         launch, launched, begin, end = (int(column[i]) for column in times)
         if line.steady and end == begin:  # of another step
             continue
+        thread, stream = f'"pid":{host},"tid":{host}', int(tid[i])
         if not (runs[i] or calls[i]):  # part of another
+            if i in recorded:
+                number += 1
+                records[i] = number
+                yield _host_call("cudaEventRecord", thread, launched, launched, number)
             continue
         operator = operators.of(i)
-        thread, stream = f'"pid":{host},"tid":{host}', int(tid[i])
         start = launched - 1
         on_device = f'"pid":{device},"tid":{stream}'
         where = {"device": device, "context": 1, "stream": stream}
         for dep in awaited.get(i, ()):
+            if dep not in records:  # of another step
+                continue
             number += 1
             yield _host_call("cudaStreamWaitEvent", thread, start, start, number)
             args = {

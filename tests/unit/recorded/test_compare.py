@@ -209,3 +209,17 @@ def test_another_run_is_said(tmp_path):
     assert many.notes[-1].startswith(
         "the measured step launches unfused operators: 500 norms and element-wise kernels, "
     )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model": "llama3-8b", "cp": 2},  # kernels wait for parts of others
+        {"model": "mixtral-8x7b", "dp": 4, "ep": 2},
+        {"model": "gpt2", "pp": 2, "schedule": "dualpipe", "global_batch_size": 4},
+    ],
+)
+def test_written_steps_are_equal_to_themselves(settings):
+    step = sw.simulate(sw.Run(layers=4, seq_length=512, **settings), "h200")
+    comparison = StepComparison(*(side(simulated_traces(step, [0])) for _ in "ab"))
+    assert comparison.measured.seconds == pytest.approx(step.seconds, rel=1e-3)

@@ -188,3 +188,13 @@ def test_perfetto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (kernel,) = only(path).kernels
     assert kernel.call is not None
     assert (kernel.start, kernel.stream, kernel.call.start) == (9000, 7, 1000)
+
+
+def test_values_of_other_types_are_no_tracebacks(tmp_path: Path) -> None:
+    step = product()
+    step.header["deviceProperties"] = [5]
+    step.add([], "gemm", 5, 3)  # pyright: ignore[reportArgumentType]
+    step.add("kernel", "gemm", 5, 10**400, args={"correlation": 1})
+    step.add("kernel", "gemm", 5, 1e300, args={"correlation": 1})
+    (note,) = only(step.write(tmp_path / "a.json")).notes
+    assert note.startswith("2 events left out: no time")
