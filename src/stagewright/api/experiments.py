@@ -66,8 +66,8 @@ def with_launch_file(
     path = what if isinstance(what, str) else str(what) if isinstance(what, Path) else ""
     if not launch.find(path):
         return what, given
-    taken = {setting_of(name) for name in by_own_names(given)}
-    values = launch.complete(path, launch.settings(path), dict.fromkeys(taken))
+    taken = {setting_of(name): value for name, value in by_own_names(given).items()}
+    values = launch.complete(path, launch.settings(path), taken)
     model = values.pop("model", None)
     left_out = OF_ONE_STEP if serves else SERVING
     values = {name: value for name, value in values.items() if name not in left_out}

@@ -70,7 +70,7 @@ def launch_file(context: click.Context) -> None:
             raise UserError("--set and --ignore-unknown are of a launch file; name one")
         return
     full = files.with_variables(name, variables, ignore_unknown=ignores)
-    show_notes(files.read(full).summary())
+    show_notes(files.read(full).summary(context.params))
     if context.params.get("others"):  # several runs, each with its file
         context.params["model"] = full
     elif name == config or config is None:
@@ -131,7 +131,7 @@ def code_of(fit: Fit | None) -> int:
     """
     from stagewright.numbers import side_by_side
 
-    if fit is None or fit.fits or click.get_current_context().meta[ALLOW_OOM]:
+    if fit is None or not fit.cannot_fit or click.get_current_context().meta[ALLOW_OOM]:
         return 0
     held, room = side_by_side(fit.peak, fit.device_memory, "B")
     click.echo(

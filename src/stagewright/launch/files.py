@@ -20,6 +20,7 @@ from stagewright.launch import alignment, megatron, recipes, servers, shell
 from stagewright.launch.reading import LaunchFile, LaunchSource, Tool
 from stagewright.launch.shell import ShellCommand, shown
 from stagewright.model.config import ModelConfig
+from stagewright.model.presets import PRESETS
 
 TOOLS: tuple[Tool, ...] = (
     megatron.SLIME,
@@ -127,26 +128,47 @@ def _claimed(source: LaunchSource) -> tuple[Tool, ShellCommand] | None:
 def settings(name: str | os.PathLike[str]) -> dict[str, Any]:
     """Settings of a launch file, as a run file has them; the model is the file, or is named."""
     reading = read(name)
-    named = {"model": os.fspath(name)} if reading.model is not None else {}
-    return named | reading.settings
+    # A file that names a preset is the model too where it bounds memory: `memory_bounds` asks it.
+    is_model = reading.model is not None or ("model" in reading.settings and reading.memory_bounds)
+    return reading.settings | ({"model": os.fspath(name)} if is_model else {})
 
 
 def complete(path: str, values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of a launch file beside those that the user gives.
 
-    The file's number of GPUs gives way to `nodes`, `gpus` or `dp`. Raises UserError for what the
-    file lacks and the user has not given.
+    The file's number of GPUs, and a dp that was assumed, give way to `nodes`, `gpus` or `dp`; what
+    belongs to its way of recomputing gives way to another `recompute`. Raises UserError for what
+    the file lacks and the user has not given.
     """
-    for name, why in read(path).needs.items():
+    reading = read(path)
+    for name, why in reading.needs.items():
         if name not in given:
             raise UserError(f"{path}: {why}")
-    sized = {"nodes", "gpus", "dp"} & given.keys()
-    return {k: v for k, v in values.items() if not (sized and k == "gpus")}
+    replaced: set[str] = set()
+    if {"nodes", "gpus", "dp"} & given.keys():
+        replaced |= {"gpus", *reading.assumed}
+    if reading.differ(["recompute"], given):
+        replaced |= {name for name in values if name.startswith("recompute_")}
+    return {k: v for k, v in values.items() if k not in replaced}
+
+
+def memory_bounds(name: str | None, settings: Mapping[str, Any]) -> str:
+    """Flags of a launch file without which memory is an upper bound; empty: it is none.
+
+    `settings` are those of the run, which may leave some of the flags without a meaning.
+    """
+    if not name or find(name) is None:
+        return ""
+    reading = read(name)
+    bounds = reading.memory_bounds
+    return ", ".join(b.flag for b in bounds if not reading.differ(b.settings, settings))
 
 
 def model_of(name: str) -> ModelConfig:
     """The model whose sizes a launch file gives."""
     reading = read(name)
+    if (preset := PRESETS.get(str(reading.settings.get("model")))) is not None:
+        return preset
     if reading.model is None:
         raise UserError(f"{name}: gives no sizes of a model; use it as --config")
     return reading.model

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from math import lcm
 from pathlib import PurePath
 from typing import Any
 
@@ -24,6 +25,7 @@ from stagewright.launch.tables import canonical, table, value_of
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import LETTERS, StateSpace, Vision, shortest
 from stagewright.model.presets import PRESETS
+from stagewright.numbers import plural
 
 _OTHER_PROGRAMS = re.compile(
     r"text_generation|generate|inference|eval|convert|export|mmlu|quantize|validate|preprocess|"
@@ -119,7 +121,7 @@ def _read_slime(source: LaunchSource, command: ShellCommand) -> LaunchFile:
     follow(reading, given, {flag.row.flag for flag in flags if flag.row})
     update(reading)
     _model(reading, source, given, program)
-    reading.notes.append("the update step is read; generation and weight transfer are not part")
+    reading.notes.append(_other_passes({flag.row.flag for flag in flags if flag.row}))
     return reading
 
 
@@ -137,16 +139,43 @@ def _refuse_other(reading: LaunchFile, program: str) -> None:
 
 def _gpus(reading: LaunchFile, source: LaunchSource, before: Sequence[str]) -> None:
     """Number of GPUs; dp is the least that can be where nobody says how many there are."""
-    if reads.started_gpus(reading, source, before):
+    started = reads.started_gpus(reading, source, before)
+    if "gpus" in started:
+        _check_gpus(reading, started.get("nodes", 1))
         return
     settings = reading.settings
     shared = settings.get("tp", 1) * settings.get("cp", 1)
     experts = settings.get("ep", 1) * settings.get("etp", settings.get("tp", 1))
     settings["dp"] = max(1, -(-experts // shared))
-    reading.notes.append(
+    reading.assumed.add("dp")
+    note = (
         f"the file does not say how many GPUs there are: dp is {settings['dp']}, the least that "
         "can be; give --gpus, --nodes or --dp"
     )
+    reading.notes.append(note)
+    reading.moot[note] = ("dp", *_SIZES)
+
+
+_SIZES = ("gpus", "nodes")
+_LAYOUT = ("dp", "tp", "cp", "pp", "ep", "etp")
+
+
+def _check_gpus(reading: LaunchFile, nodes: int) -> None:
+    """Note that the layout needs another number of GPUs than the file starts."""
+    settings = reading.settings
+    gpus, tp, cp = settings.get("gpus"), settings.get("tp", 1), settings.get("cp", 1)
+    experts = settings.get("ep", 1) * settings.get("etp", tp)
+    least = settings.get("pp", 1) * lcm(tp * cp, experts)
+    if not gpus or gpus % nodes or not least or gpus % least == 0:
+        return
+    per_node, wanted = gpus // nodes, -(-gpus // least) * least
+    note = (
+        f"the file starts {plural(nodes, 'node', 'nodes')} of {plural(per_node, 'GPU', 'GPUs')}, "
+        f"but its layout needs a multiple of {least} GPUs: "
+        + (f"--nodes {wanted // per_node}" if wanted % per_node == 0 else f"--gpus {wanted}")
+    )
+    reading.notes.append(note)
+    reading.moot[note] = (*_SIZES, *_LAYOUT)
 
 
 def follow(reading: LaunchFile, given: Mapping[str, Flag], names: set[str]) -> None:
@@ -215,6 +244,7 @@ def update(reading: LaunchFile) -> None:
     settings = reading.settings
     nodes, per_node = settings.pop("nodes", 1), settings.pop("gpus_per_node", 8)
     settings["gpus"] = nodes * per_node
+    _check_gpus(reading, nodes)
     samples = settings.pop("rollout_batch_size", 0) * settings.pop("n_samples_per_prompt", 1)
     steps = settings.pop("num_steps_per_rollout", None)
     if steps and samples:
@@ -227,7 +257,7 @@ def update(reading: LaunchFile) -> None:
     if not packs or not tokens:
         if longest and "seq_length" not in settings:
             settings["seq_length"] = longest
-            reading.notes.append(f"every sample is taken as {longest} tokens, the longest allowed")
+            _at_most(reading, f"every sample is taken as {longest} tokens, the longest allowed")
         return
     length = min(longest or tokens, tokens)
     settings["seq_length"] = length
@@ -235,10 +265,33 @@ def update(reading: LaunchFile) -> None:
     of_rank = settings.get("global_batch_size", 1) // max(settings["gpus"] // others, 1)
     packed = next((n for n in range(tokens // length, 1, -1) if of_rank % n == 0), 1)
     settings["micro_batch_size"] = packed
-    reading.notes.append(
+    _at_most(
+        reading,
         f"every sample is taken as {length} tokens, the longest allowed; {packed} are packed into "
-        f"a microbatch of at most {tokens}"
+        f"a microbatch of at most {tokens}",
     )
+
+
+def _at_most(reading: LaunchFile, text: str) -> None:
+    """Note a length that is the longest allowed."""
+    note = f"{text}: time is an upper bound; --seq-length takes another length"
+    reading.notes.append(note)
+    reading.moot[note] = ("seq_length",)
+
+
+def _other_passes(names: set[str]) -> str:
+    """Work of slime's training step besides the update, by the flags that ask for it."""
+    passes = [
+        *(["of the reference model (--ref-load)"] if "ref-load" in names else []),
+        *(
+            []
+            if "use-rollout-logprobs" in names
+            else ["of the older policy, where the update lacks its probabilities"]
+        ),
+        *(["of the teacher (--opd-teacher-load)"] if "opd-teacher-load" in names else []),
+    ]
+    others = [*(f"forward passes {which}" for which in passes), "generation"]
+    return f"the update step is read; not part: {'; '.join([*others, 'weight transfer'])}"
 
 
 # ---- the model -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any, NamedTuple, cast
 
 from stagewright.errors import UserError, either
@@ -24,6 +25,14 @@ class Flag(NamedTuple):
     def text(self) -> str:
         """The values as the script has them."""
         return " ".join(map(shown, self.values))
+
+
+class Bound(NamedTuple):
+    """A flag whose effect is left out, which would reduce memory."""
+
+    flag: str
+    settings: tuple[str, ...]
+    """Settings of which another value than the file's leaves the flag without a meaning."""
 
 
 class Line(NamedTuple):
@@ -50,17 +59,36 @@ class LaunchFile:
     """Flags that do not, with the reason."""
     notes: list[str] = field(default_factory=list[str])
     """Assumptions, a sentence each."""
+    moot: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    """Notes that say nothing where the user gives another value of one of these settings."""
+    memory_bounds: list[Bound] = field(default_factory=list[Bound])
+    """Why memory is an upper bound."""
+    assumed: set[str] = field(default_factory=set[str])
+    """Settings that the file does not give, which have no value if the user says more."""
     needs: dict[str, str] = field(default_factory=dict[str, str])
     """Settings that the file lacks, and why: the user has to give them."""
 
-    def summary(self) -> list[str]:
-        """A line on the file, and its assumptions."""
+    def summary(self, given: Mapping[str, Any] | None = None) -> list[str]:
+        """A line on the file, and its assumptions beside the settings that the user gives."""
         count = len(self.lines) + len(self.ignored)
+        name = PurePath(self.path).name
         head = (
-            f"{self.path} is {self.tool}'s: {len(self.lines)} of {count} flags count, "
-            f"{len(self.ignored)} do not; `stagewright show {self.path} --launch` lists them"
+            f"{name} is {self.tool}'s: {len(self.lines)} of {count} flags count, "
+            f"{len(self.ignored)} do not; `stagewright show {name} --launch` lists them"
         )
-        return [head, *self.notes]
+        replaced = given or {}
+        return [head, *(note for note in self.notes
+                        if not self.differ(self.moot.get(note, ()), replaced))]  # fmt: skip
+
+    def differ(self, names: Iterable[str], given: Mapping[str, Any]) -> bool:
+        """True if one of these settings is given, with another value than the file's."""
+        defaults = {"recompute": "none"}
+        return any(
+            given.get(name) is not None
+            and (name in self.assumed
+                 or given[name] != self.settings.get(name, defaults.get(name)))
+            for name in names
+        )  # fmt: skip
 
     def tables(self) -> list[Table]:
         """What the flags mean, and which mean nothing here and why."""
@@ -236,7 +264,14 @@ def apply(reading: LaunchFile, flags: Sequence[Flag], *, ignore_unknown: bool) -
 def _approximate(reading: LaunchFile, flag: Flag, value: str, row: FlagRow) -> None:
     """Note a flag whose effect is left out, with what that does to the figures."""
     reading.ignored.append(Line(flag.name, value, row.note))
-    reading.notes.append(f"{flag.name}{' ' * bool(value)}{value}: {row.note}")
+    text = f"{flag.name}{' ' * bool(value)}{value}"
+    note = f"{text}: {row.note}"
+    reading.notes.append(note)
+    settings = ("recompute",) if "recompute" in row.flag or row.setting == "recompute" else ()
+    if settings:
+        reading.moot[note] = settings
+    if row.bounds_memory:
+        reading.memory_bounds.append(Bound(text, settings))
 
 
 def _set(reading: LaunchFile, flag: Flag, row: FlagRow) -> list[Line]:
@@ -252,13 +287,14 @@ def _set(reading: LaunchFile, flag: Flag, row: FlagRow) -> list[Line]:
         given = {setting: True}
     else:
         given = dict[str, Any]()
+        left_out: list[str] = []
         for text in flag.values:
             value = known(reading, flag, text)
             word = row.words.get(value, value)
             if word == "?":
                 return [Line(flag.name, value, "is not modelled")]
             if word == "~":
-                _approximate(reading, flag, value, row)
+                left_out.append(value)
             elif word.startswith("!"):
                 reading.notes.append(f"{flag.name} {value} is taken as {word[1:]}")
                 given[setting] = word[1:].partition(",")[0]
@@ -270,6 +306,8 @@ def _set(reading: LaunchFile, flag: Flag, row: FlagRow) -> list[Line]:
                 given[setting] = [*given.get(setting, ()), value_of(word)]
             else:
                 given[setting] = value_of(word)
+        if left_out:
+            _approximate(reading, flag, " ".join(left_out), row)
     reading.settings |= given
     for name, value in given.items():
         text = str(value).strip("[]").replace("'", "") if row.values in "+*" else str(value)
@@ -291,8 +329,13 @@ def program_of(command: ShellCommand) -> tuple[tuple[str, ...], str, tuple[str, 
     return (), "", words
 
 
-def started_gpus(reading: LaunchFile, source: LaunchSource, before: Sequence[str]) -> bool:
-    """Read the number of GPUs as torchrun, srun or sbatch start them; False: none is given."""
+def started_gpus(
+    reading: LaunchFile, source: LaunchSource, before: Sequence[str]
+) -> Mapping[str, int]:
+    """Read `nodes`, `gpus_per_node` and `gpus` as torchrun, srun or sbatch start them.
+
+    Without `gpus`, nobody says how many there are.
+    """
     headers = source.script.headers if source.script else []
     words = [*(word for line in headers for word in line.split()), *before]
     counts: dict[str, int] = {}
@@ -306,7 +349,7 @@ def started_gpus(reading: LaunchFile, source: LaunchSource, before: Sequence[str
     if "gpus_per_node" in counts:
         counts["gpus"] = counts["gpus_per_node"] * counts.get("nodes", 1)
     reading.settings |= {"gpus": counts["gpus"]} if "gpus" in counts else {}
-    return "gpus" in counts
+    return counts
 
 
 def whole(reading: LaunchFile, flag: Flag) -> int:

@@ -297,13 +297,15 @@ class _Reader:
     def _condition(self, i: int, stop: str, run: bool) -> tuple[int, bool | None]:
         used = self._begin_test()
         line = self.tokens[min(i, len(self.tokens) - 1)].line
-        i = self._list(i, frozenset({stop}), run)
+        start, i = i, self._list(i, frozenset({stop}), run)
         if run:
             self.tested = {name for name in self.used if _NAME.fullmatch(name)}
         self.used |= used
         decided = self.status
         if run and decided is None:
-            self.script.notes.append(f"line {line}: a test that is not decided counts as false")
+            words = " ".join(token.text for token in self.tokens[start:i]).strip("\n ;")
+            test = words if len(words) <= 60 else f"{words[:57]}..."
+            self.script.notes.append(f"line {line}: {test!r} is not decided and counts as false")
         return self._expect(i, stop), decided
 
     def _if(self, i: int, run: bool) -> int:

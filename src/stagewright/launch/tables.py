@@ -45,6 +45,11 @@ class FlagRow(NamedTuple):
         match = re.match(r"[a-z]\w*(?=$|[=-])", self.ours)
         return match[0] if match else ""
 
+    @property
+    def bounds_memory(self) -> bool:
+        """True if memory is an upper bound without the flag's effect, as the note says."""
+        return re.search(r"memory (is an|are) upper bound", self.note) is not None
+
 
 def canonical(name: str) -> str:
     """A name as a keyword: `--micro-batch-size` and `training.seq_len` have no dashes and dots.

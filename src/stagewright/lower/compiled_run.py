@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from stagewright.graph.node import Graph, text
+from stagewright.launch import files as launch
 from stagewright.lower.parameters import TrainedParameters
 from stagewright.lower.routing import Load
 from stagewright.model.config import ModelConfig
@@ -61,7 +62,13 @@ class CompiledRun:
         """Comparison with the memory of a device; None: unknown memory."""
         if self.device_memory is None:
             return None
-        return fit_of(map(peak_in_program_order, self.program.classes), self.device_memory)
+        peaks = map(peak_in_program_order, self.program.classes)
+        return fit_of(peaks, self.device_memory, self.left_out)
+
+    @property
+    def left_out(self) -> str:
+        """Flags of a launch file whose effect is left out and would reduce memory."""
+        return launch.memory_bounds(self.run.model, {"recompute": self.run.recompute})
 
     def graph_text(self) -> str:
         """Sharded graphs in the paper's notation, one section per block variant."""

@@ -39,11 +39,28 @@ class Fit(NamedTuple):
     """Number of rank classes that exceed the device."""
     num_classes: int
     """Number of rank classes."""
+    left_out: str = ""
+    """Flags of a launch file whose effect is left out and would reduce memory; with some, the peak
+    is an upper bound."""
 
     @property
     def fits(self) -> bool:
         """True if every rank fits."""
         return not self.num_exceeding
+
+    @property
+    def cannot_fit(self) -> bool:
+        """True if a rank exceeds the device, and not by an upper bound alone."""
+        return not self.fits and not self.left_out
+
+    @property
+    def verdict(self) -> str:
+        """Words on a rank that exceeds the device; empty: all fit."""
+        if self.fits:
+            return ""
+        if self.left_out:
+            return f"an upper bound, so it may fit (without {self.left_out})"
+        return "it does not fit"
 
     @property
     def peak(self) -> int:
@@ -58,17 +75,21 @@ class Fit(NamedTuple):
             "device_memory": self.device_memory,
             "peak": self.peak,
             "pipeline_rank": self.fullest.rank_class.pipeline_rank,
+            **({"upper_bound_without": self.left_out} if self.left_out else {}),
             **time,
             "by_category": dict(self.fullest.by_category),
         }
 
 
-def fit_of(peaks: Iterable[Peak], device_memory: int) -> Fit:
-    """Compare the peak of each rank class with the memory of a device."""
+def fit_of(peaks: Iterable[Peak], device_memory: int, left_out: str = "") -> Fit:
+    """Compare the peak of each rank class with the memory of a device.
+
+    `left_out`: flags whose effect would reduce the peaks.
+    """
     peaks = [*peaks]
     num_exceeding = sum(peak.size > device_memory for peak in peaks)
     fullest = max(peaks, key=lambda peak: peak.size)
-    return Fit(device_memory, fullest, num_exceeding, len(peaks))
+    return Fit(device_memory, fullest, num_exceeding, len(peaks), left_out)
 
 
 def peak_in_program_order(rank_class: RankClass) -> Peak:

@@ -145,11 +145,15 @@ def _memory(fit: Fit, compiled: CompiledRun, device: str) -> Iterator[Remark]:
         others = ""
         if fit.num_classes > 1:
             others = f" ({fit.num_exceeding} of {fit.num_classes} groups of ranks are over)"
+        verdict = (
+            f"the run may fit all the same, as this is an upper bound without {fit.left_out}"
+            if fit.left_out else "the run does not fit"
+        )  # fmt: skip
         yield Remark(
-            "problem",
+            "problem" if fit.cannot_fit else "warning",
             "Memory",
-            f"ranks of {stage} need {held}, but {device} has {room}: the run does "
-            f"not fit{others}. The largest part is {largest.replace('_', ' ')}, "
+            f"ranks of {stage} need {'up to ' * bool(fit.left_out)}{held}, but {device} has "
+            f"{room}: {verdict}{others}. The largest part is {largest.replace('_', ' ')}, "
             f"{quantity(parts[largest], 'B')}.{advice}{holds}",
         )
     elif size > NEARLY_FULL * fit.device_memory:

@@ -231,7 +231,7 @@ def memory_line(fit: Fit) -> str:
     seconds = fit.fullest.seconds
     time = "" if seconds is None else f", after {duration(seconds)}"
     return (
-        f"memory: at most {peak} of {capacity}{'' if fit.fits else ': it does not fit'} "
+        f"memory: at most {peak} of {capacity}{': ' * bool(fit.verdict)}{fit.verdict} "
         f"(pipeline rank {fit.fullest.rank_class.pipeline_rank}{time})"
     )
 

@@ -294,7 +294,9 @@ def _trained(parameters: Summary) -> str:
 
 def _fit_line(fit: Summary) -> str:
     held, room = side_by_side(fit["peak"], fit["device_memory"], "B")
-    return f"at most {held} of {room}" + ("" if fit["fits"] else ": this step does not fit")
+    left_out = fit.get("upper_bound_without")
+    verdict = f"an upper bound without {left_out}" if left_out else "this step does not fit"
+    return f"at most {held} of {room}" + ("" if fit["fits"] else f": {verdict}")
 
 
 def _batch_line(of: Summary) -> str:

@@ -130,3 +130,56 @@ def test_refusals(tmp_path: Path) -> None:
         with pytest.raises(UserError) as error:
             sw.load_run(path)
         assert said in str(error.value)
+
+
+LARGE = """#!/bin/bash
+{start} pretrain_gpt.py --num-layers 64 --hidden-size 8192 --num-attention-heads 64 \\
+  --hidden-dropout 0 --attention-dropout 0 --vocab-size 32000 --max-position-embeddings 4096 \\
+  --num-experts 8 --moe-ffn-hidden-size 8192 --expert-model-parallel-size 8 \\
+  --seq-length 4096 --micro-batch-size 8 --global-batch-size 512 --bf16 \\
+  --recompute-granularity selective --recompute-modules layernorm mlp moe
+"""
+
+
+def test_an_assumed_dp_gives_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "large.sh"
+    path.write_text(LARGE.format(start="python"))
+    _, out, err = run(capsys, "show", path, "--json")
+    assert (json.loads(out)["world_size"], "dp is 8, the least" in err) == (8, True)
+    for given in (("--gpus", "64"), ("--nodes", "8", "--hardware", "h100-sxm"), ("--dp", "64")):
+        _, out, err = run(capsys, "show", path, *given, "--json")
+        assert (json.loads(out)["world_size"], "the least" in err) == (64, False)
+    assert sw.simulate(path, "h100-sxm", gpus=16, layers=1).machine.gpus == 16
+
+
+def test_an_upper_bound_is_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Recomputation of modules that is left out makes memory a bound; another one replaces it."""
+    path = tmp_path / "large.sh"
+    path.write_text(LARGE.format(start="torchrun --nproc_per_node 8"))
+    code, out, err = run(capsys, "simulate", path, "--hardware", "h100-sxm")
+    assert (code, "does not fit" in out + err) == (0, False)
+    assert "an upper bound, so it may fit (without --recompute-modules mlp moe)" in out
+    full = ("--recompute", "full", "--hardware", "h100-sxm")
+    code, out, err = run(capsys, "simulate", path, *full)
+    assert (code, "it does not fit" in out, "--recompute-modules" in out + err) == (3, True, False)
+    assert sw.simulate(path, "h100-sxm", recompute="full").fit.cannot_fit
+    same = ("--recompute", "selective", "--hardware", "h100-sxm")
+    code, out, err = run(capsys, "simulate", path, *same)
+    assert (code, "--recompute-modules mlp moe" in err, "modules=norm" in out) == (0, True, True)
+
+
+def test_too_few_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "large.sh"
+    path.write_text(LARGE.format(start="torchrun --nproc_per_node 8 --nnodes ${NODES:-1}"))
+    said = "the file starts 1 node of 8 GPUs, but its layout needs a multiple of 16 GPUs: --nodes 2"
+    pipelined = ("--set", "pipeline-model-parallel-size=2")
+    code, _, err = run(capsys, "show", path, *pipelined)
+    assert (code, said in err) == (2, True)
+    code, _, err = run(capsys, "show", path, *pipelined, "--gpus", "16")
+    assert (code, "its layout needs" in err) == (0, False)
+
+
+def test_notes_have_the_name_of_the_file(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, err = run(capsys, "show", script)
+    assert "note: train.sh is Megatron-LM's" in err
+    assert str(script.parent) not in err

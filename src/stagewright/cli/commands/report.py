@@ -73,7 +73,7 @@ def report(
     write_text(out, text)
     output.say(f"{out}: {quantity(len(text.encode()), 'B')}")
     fits = [compiled.fit if step is None else step.fit for compiled, step in reported.values()]
-    unfit = [fit for fit in fits if fit is not None and not fit.fits]
+    unfit = [fit for fit in fits if fit is not None and fit.cannot_fit]
     return runs.code_of(unfit[0] if unfit else None)
 
 

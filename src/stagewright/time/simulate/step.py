@@ -211,7 +211,7 @@ class SimulatedStep(StepTimeline):
     @property
     def fit(self) -> Fit:
         """Fit into `device_memory` of the run, or else into the hardware's memory."""
-        return fit_of(self.memory_peaks, self._device_memory)
+        return fit_of(self.memory_peaks, self._device_memory, self.compiled.left_out)
 
     @property
     def _device_memory(self) -> int:

@@ -76,7 +76,7 @@ def heading(compiled: CompiledRun, step: SimulatedStep | None) -> str:
     if step:
         where = f"{world:,} x {step.machine.hardware.name}"
     fit = fit_of(compiled, step)
-    if fit is not None and not fit.fits:
+    if fit is not None and fit.cannot_fit:
         return f"{compiled.model.name} does not fit on {where}"
     return f"{compiled.model.name} on {where}"
 
@@ -171,7 +171,7 @@ def _about(step: SimulatedStep | None) -> Iterator[str]:
 def cards(compiled: CompiledRun, step: SimulatedStep | None) -> list[Card]:
     """The key figures; those of a run that does not fit are moot, memory comes first."""
     fit = fit_of(compiled, step)
-    fits = fit is None or fit.fits
+    fits = fit is None or not fit.cannot_fit
     peak = max(sum(parts.values()) for _, parts in charts.peaks(compiled, step))
     room = "on the fullest rank" if fit is None else f"of {quantity(fit.device_memory, 'B')}"
     state = "" if fits else "problem"
