@@ -13,9 +13,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from math import lcm
+from math import isfinite, lcm
 from pathlib import PurePath
-from typing import Any
+from typing import Any, cast
 
 from stagewright.errors import UserError
 from stagewright.launch import reading as reads
@@ -76,7 +76,18 @@ def _command(source: LaunchSource, flag: str) -> ShellCommand | None:
         if count >= 3 and (not flag or canonical(flag) in names):
             program = program_of(command)[1]
             counts.append((not _OTHER_PROGRAMS.search(program), count, -index))
-    return source.script.commands[-max(counts)[2]] if counts else _loose(source, flag)
+    if not counts:
+        return _loose(source, flag)
+    *others, chosen = sorted(counts)
+    command = source.script.commands[-chosen[2]]
+    lines = [source.script.commands[-index].line for trains, _, index in others if trains]
+    if chosen[0] and lines:
+        note = (
+            f"the command of line {command.line} is read, the one with most flags; also started: "
+            f"line {', '.join(map(str, sorted(lines)))}"
+        )
+        source.script.notes += [note] * (note not in source.script.notes)
+    return command
 
 
 _ARGUMENTS = "arguments.py"
@@ -103,6 +114,7 @@ def _read_megatron(source: LaunchSource, command: ShellCommand) -> LaunchFile:
     flags = [*parse((*words, *source.more), tables)]
     _refuse_other(reading, program)
     given = reads.apply(reading, flags, ignore_unknown=source.ignore_unknown)
+    _check_numbers(reading)
     _gpus(reading, source, before)
     follow(reading, given, {flag.row.flag for flag in flags if flag.row})
     _model(reading, source, given, program)
@@ -115,6 +127,7 @@ def _read_slime(source: LaunchSource, command: ShellCommand) -> LaunchFile:
     flags = [*parse((*words, *source.more), [table("slime"), table("megatron")])]
     _refuse_other(reading, program)
     given = reads.apply(reading, flags, ignore_unknown=source.ignore_unknown)
+    _check_numbers(reading)
     # slime sets these itself: backends/megatron_utils/arguments.py
     defaults = {"precision": "bf16", "zero": 1, "moe_token_dispatcher_type": "alltoall"}
     reading.settings = defaults | reading.settings
@@ -135,6 +148,35 @@ def _refuse_other(reading: LaunchFile, program: str) -> None:
 
 
 # ---- the machine and the batch -------------------------------------------------------------------
+
+_WHOLE = (
+    *("tp", "pp", "cp", "ep", "etp", "vpp", "dp_shard", "nodes", "gpus_per_node", "seq_length"),
+    *("micro_batch_size", "global_batch_size", "rollout_batch_size", "n_samples_per_prompt"),
+    *("num_steps_per_rollout", "rollout_max_prompt_len", "rollout_max_response_len"),
+    *("rollout_max_context_len", "max_tokens_per_gpu", "decoder_seq_length"),
+)
+"""Settings with which the rules below compute."""
+
+
+def _check_numbers(reading: LaunchFile) -> None:
+    """Raise UserError for a value that is no number of its kind."""
+    settings = reading.settings
+    for name in _WHOLE:
+        value = settings.get(name, 1)
+        if type(value) is not int or value < 1:
+            raise reading.fail(
+                f"{_flag_of(reading, name)} is {value!r}, wanted a whole number from 1"
+            )
+    coefficients: Any = settings.get("moe_aux_loss_coeff", 0)
+    for value in cast("list[Any]", coefficients if type(coefficients) is list else [coefficients]):
+        if not isinstance(value, int | float) or not isfinite(value):
+            name = _flag_of(reading, "moe_aux_loss_coeff")
+            raise reading.fail(f"{name} is {value!r}, wanted a number")
+
+
+def _flag_of(reading: LaunchFile, setting: str) -> str:
+    """The flag of the file that gives a setting."""
+    return next((x.flag for x in reading.lines if x.meaning.startswith(f"{setting} ")), setting)
 
 
 def _gpus(reading: LaunchFile, source: LaunchSource, before: Sequence[str]) -> None:
@@ -464,8 +506,8 @@ class _Sizes:
         letters = "".join(stages)
         if strange := {*letters} - {*LETTERS}:
             raise UserError(f"--{pattern}: {sorted(strange)[0]!r} is no layer that is known here")
-        if len(letters) > 10_000:
-            raise UserError(f"--{pattern}: {len(letters)} layers, wanted at most 10000")
+        if not 0 < len(letters) <= 10_000:
+            raise UserError(f"--{pattern}: {len(letters)} layers, wanted 1 to 10000")
         if len(stages) > 1:
             pp = self.reading.settings.get("pp", 1)
             self.reading.settings["layers_per_stage"] = [len(stage) for stage in stages]
@@ -492,7 +534,11 @@ class _Sizes:
 
     def _attention(self, hidden: int) -> dict[str, Any]:
         heads = self.size("num-attention-heads")
-        grouped = self.has("group-query-attention") or self.has("num-query-groups")
+        grouped = self.has("group-query-attention")
+        if self.has("num-query-groups") and not grouped:  # core_transformer_config_from_args
+            self.reading.notes.append(
+                "--num-query-groups has no effect without --group-query-attention"
+            )
         biased = not self.has("disable-bias-linear")
         fields: dict[str, Any] = {
             "num_attention_heads": heads,
@@ -676,6 +722,8 @@ class _Sizes:
             return None
         kind = self.word("vision-model-type", "clip", *_TOWERS)
         side, patch = self.size("img-h", 224), self.size("patch-dim", 16)
+        if not 0 < patch <= side:
+            raise UserError(f"--patch-dim is {patch}, wanted 1 to --img-h {side}")
         tower: dict[str, Any] = {"gated": False, **_TOWERS[kind]}
         tp, settings = self.reading.settings.get("tp", 1), self.reading.settings
         if kind == "internvit":  # heads are padded to a multiple of tp

@@ -207,6 +207,27 @@ def test_slime(tmp_path: Path) -> None:
     assert (run.global_batch_size, run.micro_batch_size, run.seq_length) == (64, 4, 1024)
 
 
+def test_notes_on_what_is_read(tmp_path: Path) -> None:
+    """Of slime's step, of tests that are not decided, and of several commands that train."""
+    path = tmp_path / "run.sh"
+    path.write_text(f"""
+        COUNT=$(nvidia-smi | wc -l)
+        if [ "$COUNT" -gt 0 ]; then A=1; fi
+        python train.py --actor-num-nodes 1 {" ".join(SMALL.split())} --ref-load R \\
+          --advantage-estimator grpo --rollout-max-response-len 1024 --num-query-groups 2
+    """)
+    reading = sw.read_launch(path)
+    notes = "\n".join(reading.notes)
+    assert """line 3: '[ "$COUNT" -gt 0 ]' is not decided and counts as false""" in notes
+    assert "not part: forward passes of the reference model (--ref-load)" in notes
+    assert "1024 tokens, the longest allowed: time is an upper bound" in notes
+    assert "--num-query-groups has no effect without --group-query-attention" in notes
+    assert all(line.meaning for line in reading.ignored)
+    small = f"torchrun --nproc_per_node 8 pretrain_gpt.py {' '.join(SMALL.split())}"
+    path.write_text(f"{small} --tensor-model-parallel-size 2\n{small} --pp 2\n")
+    assert "line 1 is read" in "".join(sw.read_launch(path, ignore_unknown=True).notes)
+
+
 def test_a_checkpoint_names_the_model(tmp_path: Path) -> None:
     """Without sizes the model is the preset of the checkpoint; without that, it is asked for."""
     path = tmp_path / "run.sh"

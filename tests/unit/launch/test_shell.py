@@ -54,6 +54,8 @@ def words(text: str, **given: str) -> list[str]:
         ("run $HOME $1 $(rm -rf ~)", "run|$HOME|$1|$(rm -rf ~)"),
         ("D=$(dirname $0)\nrun $D/x $(basename a/b.sh .sh)", "run ./x b"),
         ("run a > log 2>&1 | tee x\n", "tee x"),
+        ("run --tp 2 > log 2>&1", "run --tp 2"),
+        ("run --tp 2 &> log", "run --tp 2"),
         ("export A=1 B=2\nrun $A$B", "run 12"),
     ],
 )  # fmt: skip
