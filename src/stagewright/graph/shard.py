@@ -1,9 +1,10 @@
 """Rebuild the graph with the layouts a strategy prescribes and the collectives these imply.
 
-Operands offer axes: those that agree with the wanted output go first, then weights, then operands
-in order (`assign`). A partial sum stays one until someone needs the value, or until its primal's
-split makes it smaller; then it is reduced straight into that layout (reduce-scatter, not all-reduce
-and slice).
+Operands offer axes for letters. An axis goes to the first offer that wants it: first come offers
+that match the wanted output, then those of weights, then the rest (`assign`).
+
+A partial sum stays one until someone needs the value, or until its primal's split makes it smaller;
+then it is reduced straight into that layout (reduce-scatter, not all-reduce and slice).
 """
 
 from __future__ import annotations

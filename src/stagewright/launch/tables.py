@@ -5,10 +5,11 @@
 | `flag` | spellings without dashes before them; `search --as` writes the first; |
 | | `sglang-*`: all that begin so |
 | `values` | words that follow: a number, `0-1`, `+` or `*` |
-| `ours` | `tp`: that setting has the value. `zero=1`: it has this one. `no_overlap-dp`: the list |
-| | lacks an item. `model.` and a field: its value. `-`: no effect on time or size. `?`: changes |
-| | the step in a way that is not known here. `~`: left out, `note` says what that does to the |
-| | figures. `!`: refused, `note` says what to use |
+| `ours` | `tp`: the flag's value is that of tp. `zero=1`: the flag, whatever its value, sets zero |
+| | to 1. `no_overlap-dp`: the flag removes dp from the list. `model.` and a field: its value. |
+| | `-`: no effect on time or size. `?`: changes the step in a way that is not known here. |
+| | `~`: left out, `note` says what that does to the figures. `!`: refused, `note` says what |
+| | to use |
 | `words` | `THEIRS>OURS`, between semicolons: values with other names; OURS is a value, |
 | | `-`, `?`, `~`, or `setting=value`, several joined by `&` |
 | `note` | reason or assumption |

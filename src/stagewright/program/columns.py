@@ -329,7 +329,8 @@ class Actions:
     carried: Bool
     """Loop-carried dependencies, by entry of `Tasks.data`.
 
-    The source row is in another copy; the entry names an example of it in some action.
+    True: the source is a row of another copy. `data` then holds some action's row that stands for
+    it; `ActionOrder.sources` finds the real one.
     """
 
     def rows(self, action: int) -> Int:

@@ -1,8 +1,8 @@
 """Names of Megatron-LM, vLLM and torchtitan in our terms, for options, run files and keywords.
 
-A setting declares the names that mean the same (`Setting.names`) and the switches that stand for
-one of its values (`Setting.switches`). `launch.names.OTHERS` are the options that
-say a setting in other terms.
+Names that mean the same as a setting (`Setting.names`), and switches that stand for one of its
+values (`Setting.switches`), come from the tables in `data/launch` (`launch.names.other_names`).
+`launch.names.OTHERS` are the options that say a setting in other terms.
 
 >>> translate({"tensor_model_parallel_size": 8, "use_distributed_optimizer": True})[0]
 {'tp': 8, 'zero': 1}

@@ -52,8 +52,9 @@ class Schedule(NamedTuple):
     forwards_first: bool = False
     """True if a rank runs the forwards of all microbatches before its first backward."""
     asynchronous: bool = False
-    """The host does not wait for messages, as it does in Megatron-LM's 1F1B; read where a rank has
-    one stage. In the runtime of zero bubble streams wait
+    """True if the host does not wait for messages; in Megatron-LM's 1F1B it does.
+
+    Read where a rank has one stage. In the runtime of zero bubble streams wait
     (github.com/sail-sg/zero-bubble-pipeline-parallelism, pipeline_parallel/zerobubble/runtime.py),
     and with `enable_vocab_parallel` messages are not synchronized with the host, either
     (github.com/sail-sg/VocabularyParallelism, pipeline_parallel/p2p_communication.py)."""

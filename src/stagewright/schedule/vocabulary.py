@@ -1,4 +1,4 @@
-"""Vocabulary parallelism: all pipeline ranks share the embedding and the output layer.
+"""Schedules with vocabulary parallelism: all pipeline ranks share embedding and output layer.
 
 The vocabulary is split over the pipeline's ranks (arXiv 2411.05288). All ranks run the stages
 before and after those of the layers (`SharedEnds`).

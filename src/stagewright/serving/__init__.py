@@ -14,8 +14,8 @@ A request from its arrival to its last token:
 6. The `routers` choose its engine among those of the pool, and it enters the queue of that engine.
 7. An `engine` advances from batch to batch: it applies the results of one, and its scheduler
    (`schedulers/vllm`) decides on the next: it admits the request, with a chunk of its prompt, or
-   lets it wait. With `async_scheduling`, the default of vLLM, it sees only requests that came
-   before the previous batch's last step began.
+   lets it wait. With `async_scheduling`, the default of vLLM, the next batch is decided when the
+   last step begins: a request that comes during a step waits one step more.
 8. The `kv_cache` finds the beginning of the prompt that is cached, and counts blocks for the rest.
 9. `steps/step_times` returns the duration of the batch from sums over its requests, host time per
    step included.

@@ -53,9 +53,9 @@ class Instance:
     Each of its replicas has an engine."""
 
     run: Run
-    """Run as the user gave it, not resolved: `batch_run` sets the mode of each step.
+    """Run as the user gave it, not resolved: prefill and decode resolve differently.
 
-    Prefill and decode resolve differently. The run's own mode, `decode`, stands for inference."""
+    Ignore `run.mode` here: `batch_run` sets it for each step."""
     model: ModelConfig
     machine: Machine
     times: StepTimes

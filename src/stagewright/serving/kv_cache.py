@@ -50,9 +50,9 @@ NO_HIT = CacheHit([], 0, 0)
 class PagedKvCache:
     """Block counts of one cache; single blocks have no identity.
 
-    A segment counts as held until the last request releases a block of it, or a copy of one. vLLM
-    frees single blocks; that differs where requests hold parts of a segment, or copies of blocks
-    that other requests have released.
+    A segment is held while any request holds one of its blocks, or a copy of one. vLLM frees single
+    blocks; that differs where requests hold parts of a segment, or copies of blocks that other
+    requests have released.
 
     >>> cache = PagedKvCache(100)
     >>> cache.take(7); cache.extend(0, (5, 6), (4, 8), 7)

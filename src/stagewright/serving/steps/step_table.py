@@ -1,16 +1,16 @@
 """Table of a serving step: plain numbers that add up to the duration of a step with any batch.
 
 A step of inference is a chain: a kernel starts when the one before it has ended and the host has
-launched it. It takes as long as the longest of some paths:
-the launches up to some kernel, then all kernels from that one on. Kernels that depend on the number
-of new tokens only are summed for each number, and the output layer for each number of logits. The
-others are terms:
+launched it. It takes max over kernels k of (launches up to k + durations from k on).
 
-- attention takes, without its launch, twice as long for twice as many queries, pairs of a query and
-  a key, and cache positions: a surface over two ratios;
-- kernels of layers with a state take, without their launch, twice as long for twice as many tokens
-  and requests: a curve over their ratio;
-- products that expand cached latents depend on the number of keys.
+Kernels that depend on the number of new tokens only are summed for each number, and the output
+layer for each number of logits. The others are terms:
+
+- attention: (seconds - launch) / positions depends only on pairs / positions and tokens /
+  positions, a surface; positions are those of the cache, pairs are of a query and a key;
+- kernels of layers with a state: (seconds - launch) / requests depends only on tokens / requests,
+  a curve;
+- products that expand cached latents: a curve over the number of keys.
 
 An event loop evaluates a table for each step, so all of it is in plain floats.
 """

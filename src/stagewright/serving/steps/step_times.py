@@ -76,7 +76,7 @@ def step_times(
     decoding, chunk = Group(1, context, new), Group(1, context, min(512, context))
 
     def resolved(*groups: Group) -> Run:
-        # As many requests as replicas have at least one in every batch of a pipeline.
+        # dp x pp requests: one in every batch of every replica.
         count = run.dp * run.pp
         return batch_run(run, [replace(g, count=count) for g in groups]).resolved(model)
 

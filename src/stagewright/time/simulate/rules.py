@@ -8,9 +8,9 @@ whose `slot` names a communicator runs on that communicator's stream. Kernels th
 reduced gradients run on the communication stream (FSDP2's `foreach_reduce`), so that no kernel of
 the model waits for a reduce-scatter.
 
-The rules are applied once per distinct unit. What a unit needs to know of the units before it is in
-*registers*, such as the last end on each stream; deps that no register implies are *carried*. A
-rank whose rows are one unit needs neither.
+The rules are applied once per distinct unit. A unit reads earlier units' times from *registers*,
+such as the last end on a stream; a dependency that no register covers is *carried*. One unit per
+rank needs neither.
 """
 
 from __future__ import annotations
