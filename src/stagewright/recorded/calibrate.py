@@ -2,7 +2,8 @@
 
 Each figure is the one with which the median kernel takes as long as it was measured to take, by the
 models of `time.roofline` and `time.collectives`. Kernels that a figure hardly changes do not count.
-Figures that fewer than `FEWEST` kernels tell stay those of the base.
+Figures that fewer than `FEWEST` kernels tell stay those of the base, as do those that no value
+within their limits explains.
 """
 
 from __future__ import annotations
@@ -48,8 +49,12 @@ _BULK, _BRIEF = 0.8, 0.2
 which for the latency."""
 WIDEST = 0.35
 """Spread beyond which a median is no figure of the machine, but of some kernels."""
-_UNFITTED = 0.02
-"""Distance of the median transfer from the model, from which on no figure fits within limits."""
+_CLOCKS, _SHARES, _LATENCIES = (0.05, 1.0), (0.01, 1.0), (0.0, 1000.0)
+"""Least and largest value of a clock, a share of a bandwidth, and a latency (us)."""
+_ATTAINABLE = (0.0, 1.0)
+"""Limits that a machine can have: no latency, and the whole of its clock or bandwidth."""
+_REACHED = 0.02
+"""Distance of the median kernel from the model up to which a figure with limits explains it."""
 _OTHER_WORK = 1.5
 """Multiple of the median interval of launches from which on an interval holds other work."""
 _GRAPH_US = LAUNCH_COSTS["compile"].call
@@ -117,14 +122,25 @@ class _Calibrating:
     kept: list[str] = field(default_factory=list[str])
 
     def set(
-        self, key: str, value: float, base: float, ratios: Float, rests_on: str, number: int = 0
+        self,
+        key: str,
+        value: float,
+        base: float,
+        ratios: Float,
+        rests_on: str,
+        number: int = 0,
+        limits: tuple[float, ...] = (),
     ) -> bool:
-        """Note a figure, unless its kernels differ too much; returns True if it is noted.
+        """Note a figure that explains its kernels and on which they agree; True if it is noted.
 
         `ratios`: measured over modelled times; `number`: of kernels, where ratios are of several.
         """
         low, high = np.quantile(ratios, [0.1, 0.9])
         spread, number = float(high - low) / 2, number or len(ratios)
+        unexplained = _unexplained(value, ratios, limits)
+        if unexplained:
+            self.keep(key, f"{number} {rests_on} are {unexplained}")
+            return False
         if spread > WIDEST:
             self.keep(key, f"{number} kernels would say {value:.3g}, +-{spread:.0%}")
             return False
@@ -134,6 +150,19 @@ class _Calibrating:
     def keep(self, key: str, why: str) -> None:
         """Note a figure that stays that of the base."""
         self.kept.append(f"{key}: {why}")
+
+
+def _unexplained(value: float, ratios: Float, limits: tuple[float, ...]) -> str:
+    """How kernels differ from what a value within limits explains; "": it explains them.
+
+    >>> _unexplained(0.01, np.array([1.25]), _SHARES), _unexplained(1.0, np.array([1.0]), _SHARES)
+    ('25% slower than at 0.01', '')
+    """
+    beyond = float(np.median(ratios)) - 1
+    attained = value not in limits or value in _ATTAINABLE
+    if not limits or (attained and abs(beyond) <= _REACHED):
+        return ""
+    return f"{abs(beyond):.0%} {'slower' if beyond >= 0 else 'faster'} than at {value:g}"
 
 
 def calibrate(traces: Sequence[RankTrace], base: Hardware) -> CalibratedHardware:
@@ -200,14 +229,10 @@ def _set_clocks(fit: _Calibrating, kernels: Iterable[Kernel]) -> None:
             continue
 
         ratios = partial(_product_ratios, seconds, predicted, sensitive)
-        clock = _solve(ratios, 0.05, 1.0)
-        base = fit.hardware.clock_of(dtype)
-        at_clock = ratios(clock)
-        faster = 1 - float(np.median(at_clock))
-        if not fit.set(key, clock, base, at_clock, "products that compute limits"):
+        clock, base = _solve(ratios, *_CLOCKS), fit.hardware.clock_of(dtype)
+        what = "products that compute limits"
+        if not fit.set(key, clock, base, ratios(clock), what, limits=_CLOCKS):
             continue
-        if clock == 1.0 and faster > 0.02:
-            fit.keep(f"gemm.{dtype}", f"products are {faster:.0%} faster than at the full clock")
         clocks = {**fit.hardware.sustained_fraction, dtype: clock}
         fit.hardware = fit.hardware.model_copy(update={"sustained_fraction": clocks})
 
@@ -395,10 +420,10 @@ def _set_link(fit: _Calibrating, block: str, transfers: Sequence[_Transfer], wor
         "latency_us": own,
     }
     base = getattr(fit.hardware, block)
-    settled: dict[str, tuple[float, Float, int]] = {}
+    settled: dict[str, tuple[float, Float, int, tuple[float, float]]] = {}
     for _ in range(2):  # each figure changes the others a little
         for name, rows in chosen.items():
-            limits = (0.0, 1000.0) if name == "latency_us" else (0.01, 1.0)
+            limits = _LATENCIES if name == "latency_us" else _SHARES
             counted = [of for of in rows if _counts(of, name, fit.hardware, block, world)]
             number = sum(of.number for of in counted)
             if number < FEWEST:
@@ -418,20 +443,15 @@ def _set_link(fit: _Calibrating, block: str, transfers: Sequence[_Transfer], wor
                 value = -_solve(lambda x, f=ratios: f(-x), -limits[1], -limits[0])
             else:
                 value = _solve(ratios, *limits)
-            settled[name] = value, ratios(value), number
+            settled[name] = value, ratios(value), number, limits
+            explained = not _unexplained(value, settled[name][1], limits)
+            value = value if explained else getattr(base, name)
             fit.hardware = _with_link(fit.hardware, block, {name: value})
     for name, rows in chosen.items():
         if name in settled:
-            value, shares, number = settled[name]
+            value, shares, number, limits = settled[name]
             key, before = f"{block}.{name}", getattr(base, name)
-            faster = 1 - float(np.median(shares))
-            if abs(faster) > _UNFITTED:
-                how = f"{abs(faster):.0%} {'faster' if faster > 0 else 'slower'} than at the limit"
-                fit.keep(
-                    key, f"{plural(number, 'transfer is', 'transfers are')} {how}, {value:.3g}"
-                )
-                fit.hardware = _with_link(fit.hardware, block, {name: before})
-            elif not fit.set(key, value, before, shares, "transfers", number):
+            if not fit.set(key, value, before, shares, "transfers", number, limits):
                 fit.hardware = _with_link(fit.hardware, block, {name: before})
         elif rows or name != "in_network_fraction":
             size = "small" if name == "latency_us" else "large"

@@ -7,6 +7,7 @@ numbers called External id do not.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -19,9 +20,10 @@ from stagewright.recorded.rank import Annotation, Kernel, RankTrace, RuntimeCall
 
 MOST_EVENTS = 4_000_000
 """Events kept of a file: they take about 2 GB."""
-
-_LATEST = 2**62
-"""Nanoseconds that are a time of an event."""
+MOST_RANKS = 1 << 22
+"""Ranks of a job; a larger number is none of a rank, a group or a GPU."""
+LARGEST = 1 << 62
+"""Numbers of a trace are smaller: nanoseconds, bytes, and elements of a tensor."""
 
 # Categories of events in Kineto's versions, and on devices of several makers.
 _CALLS = (
@@ -106,7 +108,7 @@ class TraceEvents:
         try:
             start = round(event["ts"] * 1000)
             end = start + round(event["dur"] * 1000)
-            if max(abs(start), abs(end)) > _LATEST:
+            if max(abs(start), abs(end)) > LARGEST:
                 raise OverflowError
             args = cast("dict[str, Any]", event.get("args") or {})
             correlation = int(args.get("correlation", -1))
@@ -120,7 +122,7 @@ class TraceEvents:
                 device, stream = int(cast("int", device)), int(cast("int", stream))
                 kernel = Kernel(name, start, end, device, stream, correlation)
                 if kind != "kernel":
-                    kernel.family, kernel.bytes = kind, max(int(args.get("bytes", 0)), 0)
+                    kernel.family, kernel.bytes = kind, integer(int(args.get("bytes", 0)))
                 elif _WITH_ARGS.search(name):
                     kernel.args = args
                 self.kernels.append(kernel)
@@ -248,8 +250,8 @@ class TraceEvents:
         properties = self.header.get("deviceProperties")
         if not isinstance(properties, list):
             return ""
-        listed = cast("list[Any]", properties)
-        devices = [cast("dict[str, Any]", p) for p in listed if isinstance(p, dict)]
+        entries = cast("list[Any]", properties)
+        devices = [cast("dict[str, Any]", entry) for entry in entries if isinstance(entry, dict)]
         used = Counter(kernel.device for kernel in self.kernels)
         names = {_number(d.get("id"), -1): str(d.get("name") or "") for d in devices}
         ((device, _),) = used.most_common(1) or [(0, 0)]
@@ -273,12 +275,19 @@ def _inputs(sizes: list[Any], types: list[Any]) -> tuple[Dims, tuple[str, ...]]:
         several = bool(size) and isinstance(size[0], list)
         for shape in size if several else [size]:
             dims.append(tuple(int(extent) for extent in shape))
+            if math.prod(dims[-1]) > LARGEST:
+                raise OverflowError
             dtypes.append(dtype)
     return tuple(dims), tuple(dtypes)
 
 
+def integer(value: object) -> int:
+    """A size or a count; 0: it is none."""
+    return value if isinstance(value, int) and 0 < value < LARGEST else 0
+
+
 def _number(value: object, default: int) -> int:
-    return value if isinstance(value, int) and value >= 0 else default
+    return value if isinstance(value, int) and 0 <= value <= MOST_RANKS else default
 
 
 def _rank_in(label: str) -> int:
@@ -300,6 +309,6 @@ def _groups(distributed: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             named = cast("dict[str, Any]", entry)
             ranks = named.get("ranks")
             members = cast("list[Any]", ranks) if isinstance(ranks, list) else []
-            if members and all(isinstance(member, int) for member in members):
+            if members and all(_number(member, -1) >= 0 for member in members):
                 groups[str(named.get("pg_name"))] = tuple(members)
     return groups

@@ -17,7 +17,7 @@ from typing import Any, cast
 from stagewright.graph.node import BYTES
 from stagewright.numbers import plural
 from stagewright.program.columns import Shape
-from stagewright.recorded.events import dtype_of
+from stagewright.recorded.events import MOST_RANKS, dtype_of, integer
 from stagewright.recorded.rank import CommOp, Kernel, RankTrace, TorchOp
 
 _NAMES = (
@@ -154,8 +154,8 @@ def _attention(op: TorchOp) -> tuple[Shape | None, str]:
                 for dims in cast("Sequence[tuple[int, int, int, int]]", inputs[:3])
             )
         )
-        listed = (each.args or {}).get("Concrete Inputs")
-        concrete = cast("list[Any]", listed) if isinstance(listed, list) else []
+        values = (each.args or {}).get("Concrete Inputs")
+        concrete = cast("list[Any]", values) if isinstance(values, list) else []
         if backward:  # after the gradient, the result and its sums, seeds or lengths
             at = 14 if "cudnn" in name else 11
         causal = int(len(concrete) > at and str(concrete[at]) == "True")
@@ -215,14 +215,14 @@ def _comm(kernel: Kernel, trace: RankTrace) -> CommOp:
     if not args and kind in ("", "send_recv"):
         kind = next((k for op in named if (k := kind_of(op.name))), kind)
     dtype = dtype_of(str(args.get("dtype", ""))) or _dtype_in(kernel.name, kind)
-    size = _integer(args.get("Out msg nelems" if kind == "recv" else "In msg nelems"))
+    size = integer(args.get("Out msg nelems" if kind == "recv" else "In msg nelems"))
     if args:
         size = round(size * _SIZES.get(dtype, 0.0))
     else:
         size, dtype = _sent(named, dtype)
     group = str(args.get("Process Group Name", ""))
     ranks = _ranks(args) or trace.groups.get(group, ())
-    members = _integer(args.get("Group size")) or len(ranks)
+    members = integer(args.get("Group size")) or len(ranks)
     if not args and trace.world_size > 1 and kind not in MESSAGES:
         group, members, ranks = "", trace.world_size, tuple(range(trace.world_size))
     return CommOp(kind, size, dtype, group, members, ranks, _peer(kind, args, ranks, trace.rank))
@@ -257,14 +257,15 @@ def _dtype_in(name: str, kind: str) -> str:
 def _ranks(args: Mapping[str, Any]) -> tuple[int, ...]:
     """Ranks of a group: listed, or by first rank and stride where the list was cut."""
     text = str(args.get("Process Group Ranks", ""))
-    size = _integer(args.get("Group size"))
-    if re.fullmatch(r"\[\d+(, ?\d+)*\]", text):
+    size = integer(args.get("Group size"))
+    if re.fullmatch(r"\[\d{1,7}(, ?\d{1,7})*\]", text):
         ranks = tuple(int(rank) for rank in text[1:-1].split(","))
         if not size or len(ranks) == size:
             return ranks
     start, stride = args.get("Global rank start"), args.get("Global rank stride")
     if isinstance(start, int) and isinstance(stride, int) and stride > 0 and size:
-        return tuple(range(start, start + size * stride, stride))
+        ranks = range(start, start + size * stride, stride)
+        return tuple(ranks) if start >= 0 and ranks[-1] <= MOST_RANKS else ()
     return ()
 
 
@@ -277,10 +278,6 @@ def _peer(kind: str, args: Mapping[str, Any], ranks: Sequence[int], rank: int) -
         return ranks[peer]
     others = [member for member in ranks if member != rank]
     return others[0] if len(others) == 1 else -1
-
-
-def _integer(value: object) -> int:
-    return value if isinstance(value, int) and value > 0 else 0
 
 
 def _number(trace: RankTrace) -> None:

@@ -115,8 +115,24 @@ def _decompressed(file: IO[bytes]) -> io.BufferedReader:
     """The content of a file, decompressed if it is gzip."""
     stream = cast("io.BufferedReader", file)
     if stream.peek(2)[:2] == b"\x1f\x8b":
-        return io.BufferedReader(cast("Any", gzip.GzipFile(fileobj=stream)), 1 << 16)
+        return io.BufferedReader(cast("Any", _Gzip(fileobj=stream)), 1 << 16)
     return stream
+
+
+class _Gzip(gzip.GzipFile):
+    """Compressed file that repeats its error: after a cut header, gzip reads on as if empty."""
+
+    _error: Exception | None = None
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Read bytes; every error is kept."""
+        if self._error is not None:
+            raise self._error
+        try:
+            return super().read(size)
+        except (OSError, EOFError, zlib.error) as error:
+            self._error = error
+            raise
 
 
 def _is_tar(content: io.BufferedReader) -> bool:
@@ -223,11 +239,17 @@ class _Text:
                     raise self.damaged(error.msg) from None
                 if not self._more():
                     raise self.damaged("the file is cut, or no JSON") from None
+            except ValueError:  # Python refuses to read such a number
+                raise self.damaged("a number of thousands of digits") from None
+
+    @property
+    def place(self) -> int:
+        """Character up to which the text is parsed, about."""
+        return self._size - len(self._buffer) + self._at
 
     def damaged(self, why: str) -> UserError:
         """The error for text that is no JSON."""
-        place = self._size - len(self._buffer) + self._at
-        return UserError(f"{self.label}: {why}, near character {place:,}; wanted {WANTED}")
+        return UserError(f"{self.label}: {why}, near character {self.place:,}; wanted {WANTED}")
 
 
 def _read_events(label: str, stream: io.BufferedReader) -> TraceEvents:
@@ -242,7 +264,8 @@ def _read_events(label: str, stream: io.BufferedReader) -> TraceEvents:
         _read_list(text, events)
         return events
     if first != "{":
-        raise text.damaged("is no JSON object" if first else "the file is empty")
+        empty = "the file has nothing but blanks" if text.place else "the file is empty"
+        raise text.damaged("is no JSON object" if first else empty)
     text.skip("{")
     found = False
     while text.peek() != "}":

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Int, offsets
+from stagewright.arrays import Bool, Int, offsets
 from stagewright.graph.node import BYTES
 from stagewright.graph.table import Timing
 from stagewright.program.columns import (
@@ -205,7 +205,9 @@ def _events(line: Timeline, lane: Lane, groups: _Groups, device: int) -> Iterato
     )  # fmt: skip
     times, runs = _times(line, lane, tid), _runs(line, lane)
     calls = times.launched - times.launch > _APART
-    awaited = _awaited(lane, tid)
+    joined = (lane.end > lane.begin) & ~runs
+    of_other_step = line.steady & (times.end == times.begin) & ~joined
+    awaited = _awaited(lane, tid, of_other_step)
     recorded = {dep for deps in awaited.values() for dep in deps}
     operators = _KernelEvents(lane.rank_class.work.actions.tasks, lane, groups)
     number = len(lane.issue)
@@ -216,40 +218,33 @@ def _events(line: Timeline, lane: Lane, groups: _Groups, device: int) -> Iterato
         waits = line.hosts[of_class].waits[lane.row]
     for i in range(len(lane.issue)):
         launch, launched, begin, end = (int(column[i]) for column in times)
-        if line.steady and end == begin:  # of another step
+        if of_other_step[i]:
             continue
         thread, stream = f'"pid":{host},"tid":{host}', int(tid[i])
-        if not (runs[i] or calls[i]):  # part of another
-            if i in recorded:
-                number += 1
-                records[i] = number
-                yield _host_call("cudaEventRecord", thread, launched, launched, number)
-            continue
-        operator = operators.of(i)
         start = launched - 1
         on_device = f'"pid":{device},"tid":{stream}'
         where = {"device": device, "context": 1, "stream": stream}
-        for dep in awaited.get(i, ()):
-            if dep not in records:  # of another step
-                continue
-            number += 1
-            yield _host_call("cudaStreamWaitEvent", thread, start, start, number)
-            args = {
-                "cuda_sync_kind": "Stream Wait Event", "wait_on_stream": int(tid[dep]),
-                "wait_on_cuda_event_record_corr_id": records[dep],
-                "wait_on_cuda_event_id": dep, "correlation": number, **where,
-            }  # fmt: skip
-            yield _slice("cuda_sync", "Stream Wait Event", on_device, start, start, args)
-        args = {"External id": i + 1, **operator.of_operator}
-        yield _slice("cpu_op", operator.name, thread, launch, launched, args)
-        name = "cudaMemcpyAsync" if operator.category == "gpu_memcpy" else "cudaLaunchKernel"
-        yield _host_call(name, thread, start, launched, i + 1)
-        if runs[i]:
-            args = {"External id": i + 1, **where, "correlation": i + 1, **operator.of_kernel}
-            yield _slice(operator.category, operator.kernel, on_device, begin, end, args)
-            flow = f'"id":{i + 1},"cat":"ac2g","name":"ac2g"'
-            yield f'{{"ph":"s",{flow},{thread},"ts":{micro(start)}}}'
-            yield f'{{"ph":"f","bp":"e",{flow},{on_device},"ts":{micro(begin)}}}'
+        if runs[i] or calls[i]:  # else it is part of another, which others may wait for
+            operator = operators.of(i)
+            for dep in awaited.get(i, ()):
+                number += 1
+                yield _host_call("cudaStreamWaitEvent", thread, start, start, number)
+                args = {
+                    "cuda_sync_kind": "Stream Wait Event", "wait_on_stream": int(tid[dep]),
+                    "wait_on_cuda_event_record_corr_id": records[dep],
+                    "wait_on_cuda_event_id": dep, "correlation": number, **where,
+                }  # fmt: skip
+                yield _slice("cuda_sync", "Stream Wait Event", on_device, start, start, args)
+            args = {"External id": i + 1, **operator.of_operator}
+            yield _slice("cpu_op", operator.name, thread, launch, launched, args)
+            name = "cudaMemcpyAsync" if operator.category == "gpu_memcpy" else "cudaLaunchKernel"
+            yield _host_call(name, thread, start, launched, i + 1)
+            if runs[i]:
+                args = {"External id": i + 1, **where, "correlation": i + 1, **operator.of_kernel}
+                yield _slice(operator.category, operator.kernel, on_device, begin, end, args)
+                flow = f'"id":{i + 1},"cat":"ac2g","name":"ac2g"'
+                yield f'{{"ph":"s",{flow},{thread},"ts":{micro(start)}}}'
+                yield f'{{"ph":"f","bp":"e",{flow},{on_device},"ts":{micro(begin)}}}'
         if i in recorded:
             number += 1
             records[i] = number
@@ -363,19 +358,19 @@ def _join_products(lane: Lane, begin: Int, end: Int) -> None:
                 until = end[i] = begin[i] + length
 
 
-def _runs(line: Timeline, lane: Lane) -> list[bool]:
+def _runs(line: Timeline, lane: Lane) -> Bool:
     """By issue index, whether a task is a kernel: one that takes no time is part of another."""
     runs = (lane.end > lane.begin) | (lane.kind != COMPUTE)
     for parts in _parts(lane):
         runs[parts[1:]] = False
-    return runs.tolist()
+    return runs
 
 
-def _awaited(lane: Lane, tid: Int) -> dict[int, list[int]]:
-    """Dependencies of tasks on tasks of other streams, by issue index."""
+def _awaited(lane: Lane, tid: Int, of_other_step: Bool) -> dict[int, list[int]]:
+    """Dependencies of tasks on tasks of the step on other streams, by issue index."""
     issue = lane.issue
     waiter = np.repeat(np.arange(len(issue)), np.diff(issue.pointer))
-    crosses = tid[waiter] != tid[issue.deps]
+    crosses = (tid[waiter] != tid[issue.deps]) & ~of_other_step[issue.deps]
     awaited: dict[int, list[int]] = {}
     for at, dep in zip(waiter[crosses].tolist(), issue.deps[crosses].tolist(), strict=True):
         awaited.setdefault(at, []).append(dep)

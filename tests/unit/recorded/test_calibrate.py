@@ -78,6 +78,35 @@ def test_durations_replace_those_of_the_model(recorded, tmp_path):
     assert step.durations.measured_kernels > 0
 
 
+def test_a_figure_at_its_limit_is_kept(tmp_path):
+    """All-reduces that are slower than a ring of the base, whatever switches do."""
+    machine = tmp_path / "slow.yaml"
+    links = "{bandwidth_fraction: 0.5, in_network_fraction: 0.4}"
+    machine.write_text(f"base: h200\nname: slow\nscale_up: {links}\n")
+    compiled = sw.compile("llama3-8b", dp=8, layers=2, seq_length=2048)
+    cluster = ClusterSection(hardware=str(machine))
+    sw.generate(compiled, str(tmp_path / "traces"), format="kineto", cluster=cluster)
+    result = sw.calibrate(tmp_path / "traces", "h200")
+    assert result.hardware.scale_up == resolve("h200").scale_up
+    (note,) = [note for note in result.notes if "in_network_fraction" in note]
+    assert "slower than at 0.01" in note
+
+
+def test_products_beyond_the_full_clock_keep_the_clock(tmp_path):
+    fast = tmp_path / "fast.yaml"
+    fast.write_text("base: h100-sxm\nname: fast\nsustained_fraction: {bf16: 1}\n")
+    slow = tmp_path / "slow.yaml"
+    slow.write_text("base: h100-sxm\nname: slow\npeak_bf16_tflops: 500\n")
+    compiled = sw.compile("llama3-8b", layers=1, seq_length=4096)
+    cluster = ClusterSection(hardware=str(fast))
+    sw.generate(compiled, str(tmp_path / "traces"), format="kineto", cluster=cluster)
+    same = sw.calibrate(tmp_path / "traces", "h100-sxm").hardware
+    assert same.sustained_fraction["bf16"] == pytest.approx(1.0, rel=0.01)
+    result = sw.calibrate(tmp_path / "traces", slow)
+    assert result.hardware.sustained_fraction == resolve(slow).sustained_fraction
+    assert any("faster than at 1" in note for note in result.notes)
+
+
 def test_what_traces_do_not_tell_stays(recorded, tmp_path):
     _, machine, _ = recorded
     compiled = sw.compile("gpt2", layers=1, seq_length=64)

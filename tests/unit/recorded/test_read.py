@@ -22,9 +22,9 @@ from stagewright.recorded.steps import window_notes
 pytestmark = pytest.mark.unit
 
 
-def product(rank: int = 0, world_size: int = 1) -> Step:
+def product(rank: int = 0, world_size: int = 1, **header: object) -> Step:
     """A product, launched by an op inside another."""
-    step = Step(rank, world_size)
+    step = Step(rank, world_size, **header)
     step.op("aten::linear", 0, 30)
     step.op("aten::addmm", 5, 20, [[64], [128, 32], [32, 64]])
     step.kernel("sm90_xmma_gemm_bf16", 20, 10, launched=10)
@@ -99,10 +99,32 @@ def test_negative_durations_are_counted(tmp_path: Path) -> None:
     assert second.startswith("1 event left out: no time, or an argument of another type")
 
 
+def test_values_of_other_types_are_left_out(tmp_path: Path) -> None:
+    huge = 10**400
+    step = product(deviceProperties=[5, {"id": huge, "name": "A"}])
+    for category in ([], {}):
+        step.events.append({"ph": "X", "cat": category, "name": "a", "ts": 1, "dur": 1})
+    step.add("kernel", "gemm", 5, huge, args={"correlation": 1})
+    step.add("cpu_op", "aten::mm", 5, 1, args={"Input Dims": [[huge, 2]]})
+    step.op("aten::_flash_attention_forward", 40, 20, [[1, 8, 4, 16]] * 3)
+    step.events[-1]["args"]["Concrete Inputs"] = 5
+    step.kernel("flash_fwd", 60, 10, launched=50)
+    step.collective(80, 10, launched=70, elements=huge)
+    trace = only(step.write(tmp_path / "a.json"))
+    assert trace.device == "A"
+    assert "causal=0" in str(trace.kernels[1].shape)
+    notes = " ".join(trace.notes)
+    assert "2 events left out: no time, or an argument of another type" in notes
+    assert "1 transfer of unknown size" in notes
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"", "the file is empty"),
+        (b"\x0a", "nothing but blanks"),
+        (b"\x1f\x8b", "cannot be decompressed"),
+        (b'{"traceEvents": [' + b"9" * 5000 + b"]}", "thousands of digits"),
         (b"[1, 2", "the file is cut"),
         (product().text().encode()[:-40], "the file is cut"),
         (gzip.compress(product().text().encode())[:-30], "cannot be decompressed"),
@@ -188,13 +210,3 @@ def test_perfetto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (kernel,) = only(path).kernels
     assert kernel.call is not None
     assert (kernel.start, kernel.stream, kernel.call.start) == (9000, 7, 1000)
-
-
-def test_values_of_other_types_are_no_tracebacks(tmp_path: Path) -> None:
-    step = product()
-    step.header["deviceProperties"] = [5]
-    step.add([], "gemm", 5, 3)  # pyright: ignore[reportArgumentType]
-    step.add("kernel", "gemm", 5, 10**400, args={"correlation": 1})
-    step.add("kernel", "gemm", 5, 1e300, args={"correlation": 1})
-    (note,) = only(step.write(tmp_path / "a.json")).notes
-    assert note.startswith("2 events left out: no time")
