@@ -21,7 +21,7 @@ from stagewright.errors import UserError
 from stagewright.launch import reading as reads
 from stagewright.launch.reading import Flag, LaunchFile, LaunchSource, Line, Tool, parse, program_of
 from stagewright.launch.shell import ShellCommand, shown, unknown_names
-from stagewright.launch.tables import canonical, table, value_of
+from stagewright.launch.tables import FlagRow, canonical, table, value_of
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import LETTERS, StateSpace, Vision, shortest
 from stagewright.model.presets import PRESETS
@@ -111,7 +111,7 @@ def _read_megatron(source: LaunchSource, command: ShellCommand) -> LaunchFile:
     reading = LaunchFile(source.path, "Megatron-LM")
     before, program, words = program_of(command)
     tables = [table("megatron"), *([table("slime")] if program == _ARGUMENTS else [])]
-    flags = [*parse((*words, *source.more), tables)]
+    flags = _parsed(reading, (*words, *source.more), tables)
     _refuse_other(reading, program)
     given = reads.apply(reading, flags, ignore_unknown=source.ignore_unknown)
     _check_numbers(reading)
@@ -124,7 +124,7 @@ def _read_megatron(source: LaunchSource, command: ShellCommand) -> LaunchFile:
 def _read_slime(source: LaunchSource, command: ShellCommand) -> LaunchFile:
     reading = LaunchFile(source.path, "slime")
     _, program, words = program_of(command)
-    flags = [*parse((*words, *source.more), [table("slime"), table("megatron")])]
+    flags = _parsed(reading, (*words, *source.more), [table("slime"), table("megatron")])
     _refuse_other(reading, program)
     given = reads.apply(reading, flags, ignore_unknown=source.ignore_unknown)
     _check_numbers(reading)
@@ -136,6 +136,19 @@ def _read_slime(source: LaunchSource, command: ShellCommand) -> LaunchFile:
     _model(reading, source, given, program)
     reading.notes.append(_other_passes({flag.row.flag for flag in flags if flag.row}))
     return reading
+
+
+def _parsed(
+    reading: LaunchFile, words: Sequence[str], tables: Sequence[Mapping[str, FlagRow]]
+) -> list[Flag]:
+    """Flags of a command; words that argparse would refuse are noted."""
+    stray: list[str] = []
+    flags = [*parse(words, tables, stray)]
+    reading.notes += [
+        f"{text[:40]!r} belongs to no flag and is left out; the program would refuse it"
+        for text in stray[:3]
+    ]
+    return flags
 
 
 MEGATRON = Tool("Megatron-LM", partial(_command, flag=""), _read_megatron)

@@ -151,8 +151,12 @@ class Tool(NamedTuple):
     """Words of which a file of data has one; empty: the tool has no such files."""
 
 
-def parse(words: Sequence[str], tables: Iterable[Mapping[str, FlagRow]]) -> Iterator[Flag]:
-    """Flags of a command line; words that belong to none are passed over.
+def parse(
+    words: Sequence[str],
+    tables: Iterable[Mapping[str, FlagRow]],
+    stray: list[str] | None = None,
+) -> Iterator[Flag]:
+    """Flags of a command line; words that belong to none are passed over, or put into `stray`.
 
     A flag that no table has takes the words up to the next one. A word from outside that may be
     flags is one without a name.
@@ -166,6 +170,8 @@ def parse(words: Sequence[str], tables: Iterable[Mapping[str, FlagRow]]) -> Iter
         if not _is_flag(word):
             if unknown_names(word):
                 yield Flag("", (word,), None)
+            elif stray is not None:
+                stray.append(word)
             continue
         name, equals, value = word.partition("=")
         row = row_of(rows, canonical(name))
