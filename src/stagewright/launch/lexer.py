@@ -10,7 +10,7 @@ from stagewright.errors import UserError
 DEEPEST = 30
 """Nested quotes and substitutions."""
 
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]=]{1,200})\])?(\+?)=")
 _OPERATORS = ("&&", "||", ";;&", ";&", ";;", "&>>", "&>", ">>", ">&", "<<<", "<&", "<>", ">|", "|&",
               ";", "&", "|", "(", ")", "<", ">")  # fmt: skip
 
@@ -166,3 +166,57 @@ class Lexer:
                 return j + 1
             j = j + 1 if c in "()" else self.unit_end(j, depth + 1)
         self.fail("( is never closed", i)
+
+
+def braces(raw: str, path: str) -> list[str]:
+    """Words of `a{b,c}d` and `{1..3}`; a word without such braces stays as it is.
+
+    >>> braces("a{b,c}{1..3..2}", "script"), braces("${A[@]} '{a,b}'", "script")
+    (['ab1', 'ab3', 'ac1', 'ac3'], ["${A[@]} '{a,b}'"])
+    """
+    lexer, i = Lexer(raw, path), 0
+    if "{" not in raw:
+        return [raw]
+    while i < len(raw):
+        if raw[i] == "{" and (found := _choices(lexer, i)):
+            choices, end = found
+            rest = braces(raw[end:], path)
+            if len(choices) * len(rest) > 10_000:
+                lexer.fail("braces make too many words", i)
+            return [raw[:i] + choice + tail for choice in choices for tail in rest]
+        i = lexer.unit_end(i, 0)
+    return [raw]
+
+
+def _choices(lexer: Lexer, start: int) -> tuple[list[str], int] | None:
+    """Words of the brace at a position, and where it ends."""
+    text, i, parts, begin, level = lexer.text, start + 1, list[str](), start + 1, 0
+    while i < len(text):
+        c = text[i]
+        if c == "}" and level == 0:
+            break
+        if c == "," and level == 0:
+            parts.append(text[begin:i])
+            begin = i + 1
+        level += (c == "{") - (c == "}")
+        i = i + 1 if c in "{}," else lexer.unit_end(i, 0)
+    else:
+        return None
+    if parts:
+        parts.append(text[begin:i])
+        return [word for part in parts for word in braces(part, lexer.path)], i + 1
+    match = re.fullmatch(r"(-?\d{1,9})\.\.(-?\d{1,9})(?:\.\.(-?\d{1,9}))?", text[begin:i])
+    if match is None:
+        ends = re.fullmatch(r"([a-z])\.\.([a-z])|([A-Z])\.\.([A-Z])", text[begin:i])
+        if ends is None:
+            return None
+        low, high = (ord(letter) for letter in ends.groups() if letter)
+        codes = range(low, high + 1) if low <= high else range(low, high - 1, -1)
+        return [chr(code) for code in codes], i + 1
+    first, last, step = int(match[1]), int(match[2]), abs(int(match[3] or 1)) or 1
+    if abs(last - first) // step > 10_000:
+        lexer.fail("braces make too many words", start)
+    width = max((len(word) for word in match.groups()[:2] if re.match("-?0\\d", word)), default=0)
+    down = -step if first > last else step
+    numbers = range(first, last + (1 if down > 0 else -1), down)
+    return [f"{number:0{width}d}" for number in numbers], i + 1

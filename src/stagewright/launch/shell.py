@@ -12,19 +12,19 @@ the script and the output of a command stand in words as `unknown`; tests take t
 
 from __future__ import annotations
 
-import ast
 import operator
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from stagewright.errors import UserError
 from stagewright.files import read_text
-from stagewright.launch.lexer import ASSIGNMENT, DEEPEST, Lexer, Token
+from stagewright.launch.arithmetic import Undecided, evaluate
+from stagewright.launch.lexer import ASSIGNMENT, DEEPEST, Lexer, Token, braces
 
 MOST_BYTES = 1 << 19
 """Size limit of a script, and of each file that it sources."""
@@ -35,15 +35,16 @@ _MOST_TEXT = 1 << 22
 
 _MARK = re.compile("\0([^\0]*)\0")
 _PARAMETER = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
-_ARITHMETIC = re.compile(r"[\w\s+*/%()<>=!-]+")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _CHOICE = re.compile(r"\s*\[\[?\s(.+)\s\]\]?\s*&&\s*echo (\S+)\s*\|\|\s*echo (\S+)\s*")
 """A test that chooses between two words: `[ $A = 1 ] && echo x || echo y`."""
 _REDIRECTIONS = frozenset({"&>>", "&>", ">>", ">&", "<<<", "<&", "<>", ">|", "<", ">"})
 _ENDS = frozenset({"\n", ";", "&", "&&", "||", "|", "|&", ")", ";;", ";&", ";;&"})
+_CLASSES = {"[:digit:]": "0-9", "[:alpha:]": "a-zA-Z", "[:alnum:]": "a-zA-Z0-9",
+            "[:space:]": " \t\n", "[:upper:]": "A-Z", "[:lower:]": "a-z"}  # fmt: skip
 _DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _QUIET = frozenset(
-    {"echo", "printf", "cat", "mkdir", "cd", "set", "shift", "trap", "sleep", "pkill"}
+    {"echo", "printf", "cat", "mkdir", "cd", "set", "trap", "sleep", "pkill", "true", ":"}
 )
 
 
@@ -117,6 +118,13 @@ class _Exit(Exception):
         self.code, self.line = code, line
 
 
+class _Jump(Exception):
+    """`break`, `continue` or `return`."""
+
+    def __init__(self, kind: str, count: int = 1) -> None:
+        self.kind, self.count = kind, count
+
+
 # ---- commands ------------------------------------------------------------------------------------
 
 
@@ -135,9 +143,15 @@ class _Reader:
         """Variables that the last test has read."""
         self.functions: dict[str, tuple[list[Token], int]] = {}
         self.arguments: list[str] = []
+        self.locals: list[dict[str, str | list[str] | None]] = []
+        """Values that `local` hides, by function that is running."""
+        self.attributes: dict[str, str] = {}
+        """Letters of `declare` that change what a variable takes: i, u, l, n."""
+        self.maps: set[str] = set()
+        """Associative arrays."""
         self.before: tuple[str, ...] = ()
         """Words of the launcher whose `-c` is being read."""
-        self.depth = self.steps = self.made = 0
+        self.depth = self.steps = self.made = self.sourced = 0
         self.status: bool | None = True
         self.assumed = False
         """A command counts as successful since a loop began."""
@@ -199,46 +213,77 @@ class _Reader:
         i, ok = self._pipeline(i, run)
         while self._is(i, "&&", "||"):
             takes = run and (ok is not False) == (self.tokens[i].text == "&&")
+            if run and ok is None:
+                self._note(self.tokens[i].line, "a test that is not decided counts as true")
             i += 1
             while self._is(i, "\n"):
                 i += 1
             i, status = self._pipeline(i, takes)
             ok = status if takes else ok
-        self.status = ok
+        if run:
+            self.status = ok
         return i
+
+    def _note(self, line: int, text: str) -> None:
+        if (note := f"line {line}: {text}") not in self.script.notes:
+            self.script.notes.append(note)
 
     def _pipeline(self, i: int, run: bool) -> tuple[int, bool | None]:
         negated = self._is(i, "!")
+        before = self._snapshot()
         i, ok = self._command(i + negated, run)
         while self._is(i, "|", "|&"):
+            self._restore(before)
             i += 1
             while self._is(i, "\n"):
                 i += 1
             i, ok = self._command(i, run)
+            self._restore(before)
         return i, (not ok if negated and ok is not None else ok)
+
+    def _snapshot(self) -> tuple[dict[str, str | list[str]], dict[str, Any], list[str]]:
+        return dict(self.script.variables), dict(self.functions), self.arguments
+
+    def _restore(
+        self, before: tuple[dict[str, str | list[str]], dict[str, Any], list[str]]
+    ) -> None:
+        """End a subshell, whose variables, functions and arguments are its own."""
+        self.script.variables, self.functions = dict(before[0]), dict(before[1])
+        self.arguments = before[2]
+
+    def _subshell(self, i: int, run: bool) -> int:
+        before = self._snapshot()
+        try:
+            return self._list(i, frozenset(), run)
+        except _Exit as end:
+            if end.code not in ("", "0"):
+                raise
+            return self._list(i, frozenset(), False)
+        finally:
+            self._restore(before)
 
     def _command(self, i: int, run: bool) -> tuple[int, bool | None]:
         self._count()
         if i >= len(self.tokens):
             self._unexpected(i)
-        token, ok = self.tokens[i], True
+        token = self.tokens[i]
         if not token.is_word and token.text != "(":
             return self._simple(i, run)
         match token.text:
             case "if":
-                return self._if(i + 1, run), True
+                return self._if(i + 1, run), self.status
             case "case":
-                return self._redirected(self._case(i + 1, run)), True
+                return self._redirected(self._case(i + 1, run)), self.status
             case "for" | "select":
-                return self._redirected(self._for(i + 1, run)), True
+                return self._redirected(self._for(i + 1, run)), self.status
             case "while" | "until":
                 return self._redirected(self._while(i, run)), True
             case "{":
                 i = self._list(i + 1, frozenset({"}"}), run)
-                return self._redirected(self._expect(i, "}")), ok
+                return self._redirected(self._expect(i, "}")), self.status
             case "(":
-                i = self._list(i + 1, frozenset(), run)
-                return self._redirected(self._expect(i, ")")), ok
+                i = self._subshell(i + 1, run)
+                return self._redirected(self._expect(i, ")")), self.status
             case "[[":
                 end = i
                 while not self._is(end, "]]"):
@@ -246,7 +291,7 @@ class _Reader:
                         self._unexpected(end)
                     end += 1
                 words = [*self.tokens[i + 1 : end]]
-                return self._redirected(end + 1), self._test(words) if run else None
+                return self._redirected(end + 1), self._test(words, True) if run else None
             case "function":
                 name, i = self.tokens[i + 1].text if i + 1 < len(self.tokens) else "", i + 2
                 i += 2 if self._is(i, "(") else 0
@@ -297,15 +342,19 @@ class _Reader:
     def _condition(self, i: int, stop: str, run: bool) -> tuple[int, bool | None]:
         used = self._begin_test()
         line = self.tokens[min(i, len(self.tokens) - 1)].line
+        assumed, self.assumed = self.assumed, False
         start, i = i, self._list(i, frozenset({stop}), run)
+        words = " ".join(token.text for token in self.tokens[start:i]).strip("\n ;")
+        test = words if len(words) <= 60 else f"{words[:57]}..."
+        if run and self.assumed and stop == "then":
+            self._note(line, f"{test!r} counts as successful")
+        self.assumed = assumed or self.assumed
         if run:
             self.tested = {name for name in self.used if _NAME.fullmatch(name)}
         self.used |= used
         decided = self.status
         if run and decided is None:
-            words = " ".join(token.text for token in self.tokens[start:i]).strip("\n ;")
-            test = words if len(words) <= 60 else f"{words[:57]}..."
-            self.script.notes.append(f"line {line}: {test!r} is not decided and counts as false")
+            self._note(line, f"{test!r} is not decided and counts as false")
         return self._expect(i, stop), decided
 
     def _if(self, i: int, run: bool) -> int:
@@ -313,6 +362,7 @@ class _Reader:
         while True:
             i, ok = self._condition(i, "then", run and not done)
             takes = run and not done and bool(ok)
+            self.status = True if run and not done else self.status
             i = self._block(i, {"elif", "else", "fi"}, takes, self.read_outside)
             done = done or takes
             if self._is(i, "elif"):
@@ -330,25 +380,26 @@ class _Reader:
         i += 1
         while self._is(i, "\n"):
             i += 1
-        i, done = self._expect(i, "in"), False
+        i, done, matches = self._expect(i, "in"), False, False
+        self.status = True if run else self.status
         while True:
             while self._is(i, "\n"):
                 i += 1
             if self._is(i, "esac"):
                 return i + 1
             i += self._is(i, "(")
-            matches = False
             while not self._is(i, ")"):
                 if i >= len(self.tokens):
                     self._unexpected(i)
                 token = self.tokens[i]
                 if token.is_word and run and not done:
-                    pattern = self._text(token.text)[:500]
+                    pattern = self._pattern(token.text)[:500]
                     matches = matches or fnmatchcase(_MARK.sub("", subject)[:2000], pattern)
                 i += 1
             takes = run and not done and matches
             i = self._block(i + 1, {"esac"}, takes, outside)
-            done = done or takes
+            matches = takes and self._is(i, ";&")
+            done = done or (takes and not self._is(i, ";&", ";;&"))
             i += self._is(i, ";;", ";&", ";;&")
 
     def _for(self, i: int, run: bool) -> int:
@@ -366,6 +417,8 @@ class _Reader:
                 while i < len(self.tokens) and self.tokens[i].is_word:
                     words += self._fields(self.tokens[i].text) if run else []
                     i += 1
+            elif run:
+                words = self.arguments
             turns = (self._assign(head, word) for word in words)
         while self._is(i, ";", "\n"):
             i += 1
@@ -379,6 +432,8 @@ class _Reader:
     def _while(self, i: int, run: bool) -> int:
         until, start = self.tokens[i].text == "until", i + 1
         end, _ = self._condition(start, "do", False)
+        if run and any(token.text == "read" for token in self.tokens[start:end]):
+            self._note(self.tokens[i].line, "a loop over lines that are read is not followed")
 
         def turns() -> Iterator[None]:
             self.assumed = False
@@ -390,17 +445,26 @@ class _Reader:
         return self._loop(end, turns())
 
     def _loop(self, start: int, turns: Iterator[object]) -> int:
-        stops = frozenset({"done"})
+        stops, tokens = frozenset({"done"}), self.tokens
         for _ in turns:
             self._count()
-            self._list(start, stops, True)
+            try:
+                self._list(start, stops, True)
+            except _Jump as jump:
+                self.tokens = tokens
+                if jump.kind == "return":
+                    raise
+                if jump.count > 1:
+                    raise _Jump(jump.kind, jump.count - 1) from None
+                if jump.kind == "break":
+                    break
         return self._expect(self._list(start, stops, False), "done")
 
     # -- simple commands
 
     def _simple(self, i: int, run: bool) -> tuple[int, bool | None]:
         raw, body, line = list[Token](), None, self.tokens[i].line
-        start, target = i, ""
+        start, target, inputs = i, "", False
         while i < len(self.tokens):
             token = self.tokens[i]
             if token.body is not None:
@@ -411,6 +475,8 @@ class _Reader:
                 i += 1
                 if token.text in (">", ">>") and i < len(self.tokens):
                     target = token.text + self.tokens[i].text
+                elif token.text == "<<<" and raw and raw[0].text == "read":
+                    inputs = True
             elif token.text in _ENDS:
                 break
             else:
@@ -418,6 +484,9 @@ class _Reader:
             i += 1
         if i == start:
             self._unexpected(i)
+        if run and inputs:
+            self._hide([token.text for token in raw[1:]])
+            return i, True
         if run and body is not None and len(raw) > 0:
             self._keep(raw, body, target)
         return i, self._run(raw, body, line) if run else True
@@ -435,18 +504,72 @@ class _Reader:
             self._assign(raw[-1].text, text)
 
     def _run(self, raw: list[Token], body: str | None, line: int) -> bool | None:
+        assignments: list[tuple[re.Match[str], str]] = []
         while raw and (match := ASSIGNMENT.match(raw[0].text)):
-            self._assign_raw(match, raw.pop(0).text)
+            assignments.append((match, raw.pop(0).text))
         if not raw:
+            for match, text in assignments:
+                self._assign_raw(match, text)
             return True
         if raw[0].text in _DECLARATIONS:
-            for token in raw[1:]:
-                if match := ASSIGNMENT.match(token.text):
-                    self._assign_raw(match, token.text)
+            self._declare(raw)
             return True
         if raw[0].text in ("[", "test"):
             return self._test(raw[1 : -1 if raw[0].text == "[" else None])
         words = [word for token in raw for word in self._fields(token.text)]
+        if not assignments:
+            return self._start(words, body, line)
+        # A=2 before a command holds for that command; its words have the old value.
+        names = {match[1] for match, _ in assignments}
+        old = {name: self.script.variables.get(name) for name in names}
+        for match, text in assignments:
+            self._assign_raw(match, text)
+        try:
+            return self._start(words, body, line)
+        finally:
+            for name, value in old.items():
+                self._put_back(name, value)
+
+    def _put_back(self, name: str, value: str | list[str] | None) -> None:
+        if value is None:
+            self.script.variables.pop(name, None)
+        else:
+            self.script.variables[name] = value
+
+    def _declare(self, raw: list[Token]) -> None:
+        """`declare`, `export`, `local` and `readonly`: scope, attributes and values."""
+        letters = "".join(
+            token.text[1:] for token in raw[1:] if re.fullmatch("-[a-zA-Z]+", token.text)
+        )
+        inside = raw[0].text in ("local", "declare", "typeset") and "g" not in letters
+        for token in raw[1:]:
+            match = ASSIGNMENT.match(token.text)
+            name = match[1] if match else token.text
+            if not _NAME.fullmatch(name):
+                continue
+            if inside and self.locals and name not in self.locals[-1]:
+                self.locals[-1][name] = self.script.variables.get(name)
+                if name not in self.given:
+                    self.script.variables.pop(name, None)
+                    self.attributes.pop(name, None)
+            if "A" in letters:
+                self.maps.add(name)
+            if change := "".join(letter for letter in letters if letter in "iuln"):
+                self.attributes[name] = change
+            if match:
+                self._assign_raw(match, token.text)
+            elif inside and self.locals and name not in self.script.variables:
+                self._assign(name, [] if {*letters} & {*"aA"} else "")
+
+    def _hide(self, words: list[str]) -> None:
+        """Variables get values that are not followed."""
+        for name in words:
+            if _NAME.fullmatch(name):
+                self.computed.add(name)
+                self._assign(name, unknown(name))
+
+    def _start(self, words: list[str], body: str | None, line: int) -> bool | None:
+        """Run a builtin or a function, or record a command."""
         if not words:
             return True
         name, *rest = words
@@ -457,18 +580,57 @@ class _Reader:
                 self._source(rest[0] if rest else "", line)
             case "exit":
                 raise _Exit(rest[0] if rest else "0", line)
-            case "false" | "read":  # there is nothing to read
+            case "break" | "continue":
+                raise _Jump(name, int(rest[0]) if rest and rest[0].isdigit() else 1)
+            case "return" if self.locals or self.sourced:
+                if rest:
+                    self.status = None if unknown_names(rest[0]) else rest[0] == "0"
+                raise _Jump(name)
+            case "shift":
+                count = self._number(rest[0]) if rest else 1
+                self.arguments = self.arguments[count or 0 :]
+            case "set" if "--" in rest:
+                self.arguments = rest[rest.index("--") + 1 :]
+            case "set" if rest and rest[0][:1] not in "-+":
+                self.arguments = rest
+            case "false":
                 return False
+            case "read":  # there is nothing to read
+                if body is None:
+                    self._hide(rest)
+                return body is not None
+            case "mapfile" | "readarray":
+                self._hide(rest[-1:] or ["MAPFILE"])
+            case "let":
+                values = [self._truth(text) for text in rest]
+                return values[-1] if values else False
             case "unset":
-                for variable in rest:
-                    self.script.variables.pop(variable, None)
+                self._unset(rest)
             case "eval":
                 self.run_text(" ".join(rest), line)
+                return self.status
             case "printf" if rest[:1] == ["-v"] and len(rest) > 2:
-                self._assign(rest[1], _formatted(rest[2], rest[3:]))
+                text = _formatted(rest[2], rest[3:])
+                self._assign(rest[1], unknown(rest[1]) if text is None else text)
             case _:
                 self._record(words, body, line)
         return True
+
+    def _unset(self, names: list[str]) -> None:
+        for name in names:
+            match = re.fullmatch(r"([A-Za-z_]\w*)\[(.+)\]", name)
+            if match is None:
+                self.script.variables.pop(name, None)
+                self.functions.pop(name, None) if names[0] == "-f" else None
+                continue
+            old = self.script.variables.get(match[1])
+            if match[1] in self.maps and isinstance(old, list):
+                key = f"[{match[2]}]="
+                self._assign(match[1], [item for item in old if not item.startswith(key)])
+            elif isinstance(old, list) and self._number(match[2]) == len(old) - 1:
+                self._assign(match[1], old[:-1])
+            else:
+                self._hide([match[1]])
 
     def _record(self, words: list[str], body: str | None, line: int) -> None:
         """Note a command, or follow the commands that it is given as text."""
@@ -497,17 +659,24 @@ class _Reader:
         finally:
             self.before = before
 
-    def _call(self, name: str, arguments: list[str]) -> bool:
+    def _call(self, name: str, arguments: list[str]) -> bool | None:
         if self.depth > DEEPEST:
             raise UserError(f"{self.path}: {name} calls itself without end")
         outer, given = self.tokens, self.arguments
         (self.tokens, i), self.arguments = self.functions[name], arguments
         self.depth += 1
+        self.locals.append({})
         try:
-            self._command(i, True)
+            self.status = self._command(i, True)[1]
+        except _Jump as jump:
+            if jump.kind != "return":
+                raise
         finally:
             self.tokens, self.arguments, self.depth = outer, given, self.depth - 1
-        return True
+            for variable, value in self.locals.pop().items():
+                if variable not in self.given:
+                    self._put_back(variable, value)
+        return self.status
 
     def _source(self, name: str, line: int) -> None:
         """Follow a file beside the script; a path that is absolute or unknown is not opened."""
@@ -517,31 +686,72 @@ class _Reader:
             return
         text = read_text(path, "a script that is sourced", MOST_BYTES)
         outer, self.path = self.path, name
+        self.sourced += 1
         try:
             self.run_text(text)
+        except _Jump as jump:
+            if jump.kind != "return":
+                raise
         finally:
-            self.path = outer
+            self.path, self.sourced = outer, self.sourced - 1
 
     # -- variables
 
     def _assign_raw(self, match: re.Match[str], raw: str) -> None:
-        name, value = match[1], raw[match.end() :]
+        name, index, adds, value = match[1], match[2], match[3], raw[match.end() :]
         if value.startswith("(") and value.endswith(")"):
             lexer = Lexer(value[1:-1], self.path)
             words = [token.text for token in lexer.tokens() if token.is_word]
             items = [item for word in words for item in self._fields(word)]
-            old = self.script.variables.get(name, []) if match[2] else []
+            if name not in self.maps and any(re.match(r"\[\d+\]=", item) for item in items):
+                self._hide([name])
+                return
+            old = self.script.variables.get(name, []) if adds else []
             self._assign(name, [*([old] if isinstance(old, str) else old), *items])
             return
         text = self._text(value)
-        old = self.script.variables.get(name, "") if match[2] else ""
-        if isinstance(old, list):
-            self._assign(name, [*old, text])
+        if index is not None:
+            self._assign_item(name, index, bool(adds), text)
+            return
+        change = self.attributes.get(name, "")
+        old = self.script.variables.get(name, "")
+        if isinstance(old, list):  # its first item
+            if change or name in self.maps:
+                self._hide([name])
+            else:
+                self._assign(name, [("".join(old[:1]) if adds else "") + text, *old[1:]])
+            return
+        old = old if adds else ""
+        if "i" in change:
+            text = self._arithmetic(f"({old or 0}) + ({text or 0})" if adds else text)
+            self._assign(name, text)
+            return
+        if "n" in change:
+            self._hide([name])
             return
         if text.startswith("\0$(") and len(_MARK.sub("", text)) == 0:
             text = unknown(name)  # --set can give it
             self.computed.add(name)
-        self._assign(name, old + text)
+        text = old + text
+        text = text.upper() if "u" in change else text.lower() if "l" in change else text
+        self._assign(name, text)
+
+    def _assign_item(self, name: str, index: str, adds: bool, text: str) -> None:
+        """`NAME[INDEX]=text`; an array with holes is not followed."""
+        old = self.script.variables.get(name, [])
+        items = [old] if isinstance(old, str) else [*old]
+        if name in self.maps:
+            key = f"[{self._text(index)}]="
+            place = next((n for n, item in enumerate(items) if item.startswith(key)), len(items))
+        else:
+            key, number = "", self._number(index)
+            place = -1 if number is None or number > len(items) else number
+        if place < 0 or (any(map(unknown_names, items)) and isinstance(old, str)):
+            self._hide([name])
+            return
+        before = items[place] if adds and place < len(items) else key
+        items[place : place + 1] = [before + text]
+        self._assign(name, items)
 
     def _assign(self, name: str, value: str | list[str]) -> None:
         if name in self.given:
@@ -588,9 +798,16 @@ class _Reader:
 
     def _fields(self, raw: str) -> list[str]:
         """A word as the words that it expands to."""
+        if len(words := braces(raw, self.path)) > 1:
+            return [field for word in words for field in self._fields(word)]
         fields: list[str] = []
         open_: str | None = None
+        separators = self.script.variables.get("IFS")
         for splits, piece in self._pieces(raw):
+            if splits and isinstance(separators, str) and separators.strip():
+                text = piece if isinstance(piece, str) else " ".join(piece)
+                items: list[str] = re.split(f"[{re.escape(separators)}]", text)
+                piece = items[:-1] if items[-1] == "" else items
             if isinstance(piece, list):
                 for number, item in enumerate(piece):
                     if number:
@@ -647,7 +864,8 @@ class _Reader:
                 yield from self._parameter(name[0], quoted)
             elif c == "$" and raw.startswith("$'", i):
                 end = lexer.unit_end(i + 1, 0)
-                yield False, raw[i + 2 : end - 1]
+                text = raw[i + 2 : end - 1].replace("\\n", "\n").replace("\\t", "\t")
+                yield False, re.sub(r"\\(.)", r"\1", text)
             else:
                 while end < len(raw) and raw[end] not in "\\'\"`$":
                     end += 1
@@ -669,13 +887,21 @@ class _Reader:
                 value, place = next(found, None), None
             else:
                 place = self._number(index)
-                value = value[place] if place is not None and place < len(value) else None
+                inside = place is not None and -len(value) <= place < len(value)
+                value = value[place] if place is not None and inside else None
+        elif name in self.maps and isinstance(value, list):
+            value = [item.partition("]=")[2] for item in value]
         if length and not rest:
-            yield False, str(len(value or ""))
+            if isinstance(value, list) and index not in ("@", "*") and name not in ("@", "*"):
+                value = value[0] if value else ""
+            names = unknown_names(value) if isinstance(value, str) else []
+            yield False, unknown(names[0]) if names else str(len(value or ""))
             return
-        if rest:
-            value = self._changed(name, value, rest)
         everything = index in ("@", "*") or name in ("@", "*")
+        if rest:
+            if isinstance(value, list) and not everything:
+                value = value[0] if value else None
+            value = self._changed(name, value, rest)
         if isinstance(value, list):
             if not everything and name not in ("@", "*"):
                 value = value[0] if value else ""
@@ -686,7 +912,8 @@ class _Reader:
                 yield False, value
                 return
             else:
-                value = " ".join(value)
+                separator = self.script.variables.get("IFS")
+                value = (separator[:1] if isinstance(separator, str) else " ").join(value)
         elif value is None:
             value = "" if everything else unknown(name)
         yield not quoted, value
@@ -710,28 +937,77 @@ class _Reader:
                     self._assign(name, value)
             return value
         if sign in (":+", "+"):
-            return "" if absent or not plain else self._text(word)
+            if value is not None and not plain and value and not isinstance(value, list):
+                return value  # set by what is not followed
+            return "" if value is None or (sign == ":+" and not plain) else self._text(word)
+        if isinstance(value, list):
+            if sign == ":":
+                first, _, count = word.partition(":")
+                begin = self._number(first)
+                wanted = self._number(count) if count else len(value)
+                if begin is None or wanted is None or min(begin, wanted) < (name in "@*"):
+                    return unknown(name)
+                begin -= name in "@*"
+                return value[begin : begin + wanted]
+            changed = [self._changed(name, item, rest) for item in value]
+            texts = [item for item in changed if isinstance(item, str)]
+            return texts if len(texts) == len(value) else unknown(name)
         if not isinstance(value, str) or unknown_names(value) or len(value) > 4000:
             return value if value is None else unknown(name)
         if sign in ("^", "^^", ",", ",,"):
             change: Callable[[str], str] = str.upper if sign[0] == "^" else str.lower
             return change(value) if len(sign) > 1 else change(value[:1]) + value[1:]
         if sign in ("/", "//"):
-            old, _, new = word.partition("/")
-            old, new = self._text(old), self._text(new)
-            return value.replace(old, new, -1 if sign == "//" else 1) if old else value
+            changed = self._replaced(value, word, sign == "//")
+            return unknown(name) if changed is None else changed
         if sign == ":":
             first, _, count = word.partition(":")
-            begin = self._number(first) or 0
+            begin = self._number(first)
             wanted = self._number(count) if count else None
-            return value[begin:][:wanted]
-        pattern = self._text(word)[:200]
+            if begin is None or (count and wanted is None):
+                return unknown(name)
+            return value[begin:][:wanted] if -begin <= len(value) else ""
+        pattern = self._pattern(word)[:200]
         cuts = range(len(value) + 1)
         if sign[0] == "#":
             ends = [n for n in cuts if fnmatchcase(value[:n], pattern)]
             return value[(ends[-1] if sign == "##" else ends[0]) :] if ends else value
         ends = [n for n in cuts if fnmatchcase(value[n:], pattern)]
         return value[: (ends[0] if sign == "%%" else ends[-1])] if ends else value
+
+    def _replaced(self, value: str, word: str, every: bool) -> str | None:
+        """`${NAME/pattern/text}`; None: a pattern that is not followed."""
+        lexer, end = Lexer(word, self.path), 0
+        while end < len(word) and word[end] != "/":
+            end = lexer.unit_end(end, 0)
+        old, new = word[:end], self._text(word[end + 1 :])
+        anchor = old[:1] if old[:1] in ("#", "%") and not every else ""
+        pattern = self._pattern(old[len(anchor) :])[:200]
+        if not pattern and not anchor:
+            return value
+        if "*" in re.sub(r"\[\*\]", "", pattern) or "&" in new:
+            return None  # the longest match; & is a setting of the shell
+        source = re.sub(r"\\[zZ]$", "", translate(pattern))
+        source = {"#": "^(?:%s)", "%": "(?:%s)$"}.get(anchor, "(?:%s)") % source
+        return re.sub(source, lambda _: new, value, count=0 if every else 1)
+
+    def _pattern(self, raw: str) -> str:
+        """A word as a pattern of `fnmatch`; what is quoted stands for itself."""
+        lexer, i, plain, parts = Lexer(raw, self.path), 0, 0, list[str]()
+        while i <= len(raw):
+            if i < len(raw) and raw[i] not in "\\'\"":
+                i = lexer.unit_end(i, 0)
+                continue
+            text = self._text(raw[plain:i])
+            for sign, ours in _CLASSES.items():
+                text = text.replace(sign, ours)
+            parts.append(text.replace("[^", "[!"))
+            if i == len(raw):
+                break
+            plain = lexer.unit_end(i, 0)
+            parts.append(re.sub(r"[*?\[]", r"[\g<0>]", self._text(raw[i:plain])))
+            i = plain
+        return "".join(parts)
 
     def _output(self, text: str) -> str:
         """Output of a command that only shapes text: echo, dirname, basename, pwd, seq."""
@@ -740,17 +1016,19 @@ class _Reader:
         result = unknown(f"$({' '.join(text.split())[:60]})")
         if match := _CHOICE.fullmatch(text):
             tokens = Lexer(match[1], self.path).tokens()
-            which = self._test(tokens)
+            which = self._test(tokens, "[[" in text[: match.start(1)])
             return result if which is None else self._text(match[2 if which else 3])
         try:
             tokens = Lexer(text, self.path).tokens()
         except UserError:
             return result
         self.depth += 1
+        before = self._snapshot()
         try:
             return self._shaped(tokens, result)
         finally:
             self.depth -= 1
+            self._restore(before)
 
     def _shaped(self, tokens: list[Token], result: str) -> str:
         commands: list[list[str]] = [[]]
@@ -769,10 +1047,11 @@ class _Reader:
                 commands.append([])
             else:
                 return result
-        self.script.variables.pop("IFS", None)
         place = "."
         for name, *rest in filter(None, commands):
             words = [word for word in rest if word != "--" and not re.fullmatch("-[a-zA-Z]+", word)]
+            if name == "echo":
+                words = rest[next((n for n, w in enumerate(rest) if w not in ("-n", "-E")), 0) :]
             first = words[0] if words else ""
             match name:
                 case "cd":
@@ -802,102 +1081,83 @@ class _Reader:
         return None if number is None else number != 0
 
     def _arithmetic(self, text: str) -> str:
-        """Value of whole-number arithmetic; unknown if a variable is."""
+        """Value of whole-number arithmetic; unknown if a variable is, or if it is not followed."""
         self._count(text)
         source = "".join(
             " ".join(p) if isinstance(p, list) else p for _, p in self._pieces(text.strip(), True)
         )
         if names := unknown_names(source):
             return unknown(names[0])
-        match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*(\+\+|--|[-+*/%]?=(?!=))(.*)", source, re.DOTALL)
-        if match:
-            name, sign, right = match.groups()
-            right = "1" if sign in ("++", "--") else right
-            text = right if sign == "=" else f"{name} {sign[0]} ({right})"
-            result = self._arithmetic(text)
-            self._assign(name, result)
-            return result
-        if choice := re.fullmatch(r"([^?:]*)\?([^?:]*):([^?:]*)", source):
-            which = self._arithmetic(choice[1])
-            return which if unknown_names(which) else self._arithmetic(choice[2 + (which == "0")])
-        source = re.sub(r"&&", " and ", re.sub(r"\|\|", " or ", source))
-        source = re.sub(r"!(?!=)", " not ", source).strip()
-        if not source:
-            return "0"
-        if not _ARITHMETIC.fullmatch(source) or re.search(r"\b\d+[A-Za-z_]", source):
-            return unknown(f"$(({source[:40]}))")
+        changed: set[str] = set()
+
+        def assign(name: str, value: int) -> None:
+            changed.add(name)
+            if match := ASSIGNMENT.match(f"{name}="):
+                self._assign_raw(match, f"{name}={value}")
+
         try:
-            tree = ast.parse(source, mode="eval") if len(source) <= 400 else None
-        except (SyntaxError, ValueError, MemoryError, RecursionError):
-            tree = None
-        if tree is None:
-            return unknown(f"$(({source[:40]}))")
-        value = self._evaluated(tree.body)
-        return value if isinstance(value, str) else str(value)
+            return str(evaluate(source, self._operand, assign))
+        except Undecided as problem:
+            targets = re.findall(r"([A-Za-z_]\w*)\s*(?:\+\+|--|[-+*/%&|^<>]*=(?!=))", source)
+            self._hide([*targets, *re.findall(r"(?:\+\+|--)\s*([A-Za-z_]\w*)", source)])
+            return unknown(str(problem) or f"$(({source[:40]}))")
 
-    def _evaluated(self, node: ast.AST) -> int | str:
-        """A number, or unknown text."""
-        match node:
-            case ast.Constant(value=int() as value):
-                return int(value)
-            case ast.Name(id=name):
-                value = self._value(name)
-                text = value if isinstance(value, str) else unknown(name)
-                plain = re.fullmatch(r"\s*(-?\d{1,18})\s*", text)
-                return int(plain[1]) if plain else unknown((unknown_names(text) or [name])[0])
-            case ast.UnaryOp(op=op, operand=operand):
-                value = self._evaluated(operand)
-                if isinstance(value, str):
-                    return value
-                return int(not value) if isinstance(op, ast.Not) else -value
-            case ast.BinOp(left=left, op=op, right=right):
-                return self._combined(left, right, _BINARY.get(type(op)))
-            case ast.BoolOp(op=op, values=nodes):
-                values = [self._evaluated(each) for each in nodes]
-                if strange := next((v for v in values if isinstance(v, str)), None):
-                    return strange
-                return int(all(values) if isinstance(op, ast.And) else any(values))
-            case ast.Compare(left=left, ops=[op], comparators=[right]):
-                return self._combined(left, right, _BINARY.get(type(op)))
-            case _:
-                return unknown("$(( ))")
+    def _operand(self, name: str, depth: int = 0) -> int:
+        """Value of a variable in arithmetic, which may be an expression itself."""
+        _, piece = next(self._parameter(name, True))
+        text = piece if isinstance(piece, str) else " ".join(piece)
+        if (names := unknown_names(text)) or depth > 8:
+            raise Undecided((names or [name])[0])
 
-    def _combined(
-        self, left: ast.AST, right: ast.AST, combine: Callable[[int, int], int] | None
-    ) -> int | str:
-        a, b = self._evaluated(left), self._evaluated(right)
-        if isinstance(a, str):
-            return a
-        if isinstance(b, str):
-            return b
-        if combine is None or abs(a) >= 1 << 62 or abs(b) >= 1 << 62:
-            return unknown("$(( ))")
-        try:
-            return int(combine(a, b))
-        except (ArithmeticError, ValueError):
-            return unknown("$(( ))")
+        def refuse(*_: object) -> NoReturn:
+            raise Undecided(name)
 
-    def _test(self, tokens: list[Token]) -> bool | None:
+        return evaluate(text, lambda other: self._operand(other, depth + 1), refuse)
+
+    def _test(self, tokens: list[Token], double: bool = False) -> bool | None:
         """Truth of a test; None: it depends on the output of a command."""
-        words = [self._text(t.text) if t.is_word else t.text for t in tokens]
-        return self._any(words)
+        words: list[str] = []
+        i = 0
+        while i < len(tokens):
+            sign = words[-1] if double and words else ""
+            end = i + 1
+            if sign == "=~":
+                while end < len(tokens) and tokens[end].text not in ("&&", "||"):
+                    end += 1
+                words.append("".join(token.text for token in tokens[i:end]))
+            elif sign in ("==", "=", "!=") and tokens[i].is_word:
+                words.append(self._pattern(tokens[i].text))
+            elif double or not tokens[i].is_word:
+                words.append(self._text(tokens[i].text) if tokens[i].is_word else tokens[i].text)
+            else:
+                words += self._fields(tokens[i].text)
+            i = end
+        return self._any(words, double)
 
-    def _any(self, words: list[str]) -> bool | None:
+    def _any(self, words: list[str], double: bool) -> bool | None:
         for sign, decides in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
-            if sign in words:
-                place = words.index(sign)
-                left, right = self._any(words[:place]), self._any(words[place + 1 :])
-                if decides in (left, right):
+            level, place = 0, -1
+            for number, word in enumerate(words):
+                level += (word == "(") - (word == ")")
+                if word == sign and level == 0:
+                    place = number
+                    break
+            if place > 0:
+                left = self._any(words[:place], double)
+                if left is decides:
+                    return decides
+                right = self._any(words[place + 1 :], double)
+                if right is decides:
                     return decides
                 return None if None in (left, right) else not decides
-        if words[:1] == ["!"]:
-            ok = self._any(words[1:])
+        if words[:1] == ["!"] and len(words) > 1:
+            ok = self._any(words[1:], double)
             return None if ok is None else not ok
         if words[:1] == ["("] and words[-1:] == [")"]:
-            return self._any(words[1:-1])
-        return self._one(words)
+            return self._any(words[1:-1], double)
+        return self._one(words, double)
 
-    def _one(self, words: list[str]) -> bool | None:
+    def _one(self, words: list[str], double: bool) -> bool | None:
         names = {name for word in words for name in unknown_names(word)}
         self.read_outside = self.read_outside or bool(names)
         if any(name.startswith("$") or name in self.computed for name in names):
@@ -919,31 +1179,22 @@ class _Reader:
             case ["-f" | "-d" | "-e" | "-s" | "-r" | "-w" | "-x" | "-L", _]:
                 return True  # a script is started where its files are
             case [left, "==" | "=" | "!=" as sign, right]:
-                same = fnmatchcase(left[:2000], right[:200])
+                same = fnmatchcase(left[:2000], right[:200]) if double else left == right
                 return same if sign != "!=" else not same
+            case [left, "<" | ">" as sign, right]:
+                return left < right if sign == "<" else left > right
+            case [left, "=~", right]:
+                return _finds(left, right)
             case [left, sign, right] if sign in _NUMERIC:
-                a, b = self._number(left or "0"), self._number(right or "0")
+                if double:
+                    a, b = self._number(left or "0"), self._number(right or "0")
+                else:  # 010 is ten
+                    a, b = (int(x) if re.fullmatch(r"[-+]?\d{1,18}", x) else None
+                            for x in (left.strip() or "0", right.strip() or "0"))  # fmt: skip
                 return None if a is None or b is None else _NUMERIC[sign](a, b)
             case _:
                 return None
 
-
-def _divide(a: int, b: int) -> int:
-    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-
-
-def _power(a: int, b: int) -> int:
-    if not 0 <= b <= 64 or abs(a) > 1 << 20:
-        raise ValueError
-    return a**b
-
-
-_BINARY: Mapping[type, Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: _divide,
-    ast.Mod: lambda a, b: a - _divide(a, b) * b, ast.Pow: _power, ast.Lt: operator.lt,
-    ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-}  # fmt: skip
 
 _NUMERIC: Mapping[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le,
@@ -951,7 +1202,20 @@ _NUMERIC: Mapping[str, Callable[[int, int], bool]] = {
 }  # fmt: skip
 
 
-def _formatted(pattern: str, values: list[str]) -> str:
-    """`printf` of texts and numbers."""
+def _finds(text: str, pattern: str) -> bool | None:
+    """`text =~ pattern`; None: an expression that is not followed, or that could take long."""
+    plain = re.sub(r"\[\^?\]?[^\]\[]*\]", "x", pattern)
+    if re.search(r"""[\0{\\'"$][^)]|\)[*+?]""", plain) or len(re.findall("[*+?]", plain)) > 3:
+        return None
+    try:
+        return re.search(pattern, text[:200]) is not None
+    except (re.error, RecursionError):
+        return None
+
+
+def _formatted(pattern: str, values: list[str]) -> str | None:
+    """`printf` of texts and numbers; None: a format that is not followed."""
+    if pattern.count("%") != len(values) or re.search(r"%[^sd]|%$|\\", pattern):
+        return None
     rest = iter(values)
-    return re.sub(r"%[sd]", lambda _: next(rest, ""), pattern)
+    return re.sub(r"%[sd]", lambda _: next(rest), pattern)

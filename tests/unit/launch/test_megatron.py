@@ -170,6 +170,13 @@ def test_flags_from_outside_are_taken_as_none(script: Script) -> None:
     assert read(path, EXTRA_ARGS="--tensor-model-parallel-size 2").settings["tp"] == 2
 
 
+def test_what_the_program_would_refuse_or_ignore_is_noted(script: Script) -> None:
+    reading = read(script(f"{SMALL} {BATCH} --tensor-model-parallel-size 2 3"))
+    assert "'3' belongs to no flag and is left out; the program would refuse it" in reading.notes
+    reading = read(script(f"{SMALL} {BATCH} --num-query-groups 4"))
+    assert any("--num-query-groups has no effect" in note for note in reading.notes)
+
+
 def test_unknown_flags_can_be_ignored(script: Script) -> None:
     path = script(f"{SMALL} {BATCH} --bf16 --no-such-flag 3")
     reading = sw.read_launch(path, ignore_unknown=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers import cases
 from stagewright.errors import UserError
 from stagewright.launch.shell import read, shown
 
@@ -61,6 +62,21 @@ def words(text: str, **given: str) -> list[str]:
 )  # fmt: skip
 def test_words(text: str, wanted: str) -> None:
     assert words(text) == wanted.split("|" if "|" in wanted else " ")
+
+
+@cases
+def test_as_bash_has_it(script: str, words: tuple[str, ...]) -> None:
+    commands = [command.words for command in read(script).commands]
+    runs = ["|".join(map(shown, rest)) for name, *rest in commands if name == "run"]
+    assert runs == [*words]
+
+
+@cases
+def test_what_is_not_followed_is_said(script: str, words: str, note: str) -> None:
+    """A variable is asked for, or a note says what was assumed."""
+    result = read(script)
+    assert [shown(word) for word in result.commands[-1].words[1:]] == [words]
+    assert result.notes == [note] * bool(note)
 
 
 def test_values_given_win() -> None:
