@@ -59,10 +59,12 @@ def evaluate(text: str, lookup: Callable[[str], int], assign: Callable[[str, int
 
     Raises Undecided; an exception of `lookup` passes through.
     """
-    return _Parser(text, lookup, assign).value()
+    return _Expression(text, lookup, assign).value()
 
 
-class _Parser:
+class _Expression:
+    """Evaluates an expression while it is parsed; parts with `run` False change nothing."""
+
     def __init__(
         self, text: str, lookup: Callable[[str], int], assign: Callable[[str, int], object]
     ) -> None:

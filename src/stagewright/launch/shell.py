@@ -1,8 +1,9 @@
 """Shell scripts read, never run: which commands they would start, with which words.
 
-Variables, arrays, defaults, whole-number arithmetic, `if`, `case`, `for`, functions, sourced files
-beside the script, `bash -c` and the here-documents of `sbatch` are followed. Other commands are
-recorded and count as successful. The environment is empty: a variable from outside, an argument of
+Variables, arrays, patterns, whole-number arithmetic, `if`, `case`, loops, functions, subshells,
+sourced files beside the script, `bash -c` and the here-documents of `sbatch` are followed. Other
+commands are recorded and count as successful. A variable whose value is not followed is unknown.
+The environment is empty: a variable from outside, an argument of
 the script and the output of a command stand in words as `unknown`; tests take them for empty text.
 
 >>> script = read("TP=8\\nA=(--tp $TP)\\ntorchrun train.py ${A[@]} --lr ${LR:-1e-4} --pp $PP")
