@@ -3,8 +3,8 @@
 Variables, arrays, patterns, whole-number arithmetic, `if`, `case`, loops, functions, subshells,
 sourced files beside the script, `bash -c` and the here-documents of `sbatch` are followed. Other
 commands are recorded and count as successful. A variable whose value is not followed is unknown.
-The environment is empty: a variable from outside, an argument of
-the script and the output of a command stand in words as `unknown`; tests take them for empty text.
+The environment is empty: a variable from outside, an argument of the script and the output of a
+command stand in words as `unknown`; tests take them for empty text.
 
 >>> script = read("TP=8\\nA=(--tp $TP)\\ntorchrun train.py ${A[@]} --lr ${LR:-1e-4} --pp $PP")
 >>> [shown(word) for word in script.commands[0].words[2:]]
