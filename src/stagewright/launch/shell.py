@@ -152,7 +152,7 @@ class _Reader:
         """Associative arrays."""
         self.before: tuple[str, ...] = ()
         """Words of the launcher whose `-c` is being read."""
-        self.depth = self.steps = self.made = self.sourced = 0
+        self.depth = self.steps = self.made = self.sourced = self.loops = 0
         self.status: bool | None = True
         self.assumed = False
         """A command counts as successful since a loop began."""
@@ -449,6 +449,7 @@ class _Reader:
         stops, tokens = frozenset({"done"}), self.tokens
         for _ in turns:
             self._count()
+            self.loops += 1
             try:
                 self._list(start, stops, True)
             except _Jump as jump:
@@ -459,6 +460,8 @@ class _Reader:
                     raise _Jump(jump.kind, jump.count - 1) from None
                 if jump.kind == "break":
                     break
+            finally:
+                self.loops -= 1
         return self._expect(self._list(start, stops, False), "done")
 
     # -- simple commands
@@ -581,12 +584,15 @@ class _Reader:
                 self._source(rest[0] if rest else "", line)
             case "exit":
                 raise _Exit(rest[0] if rest else "0", line)
-            case "break" | "continue":
-                raise _Jump(name, int(rest[0]) if rest and rest[0].isdigit() else 1)
+            case "break" | "continue" if self.loops:
+                count = int(rest[0]) if rest and re.fullmatch(r"\d{1,9}", rest[0]) else 1
+                raise _Jump(name, min(count, self.loops))
             case "return" if self.locals or self.sourced:
                 if rest:
                     self.status = None if unknown_names(rest[0]) else rest[0] == "0"
                 raise _Jump(name)
+            case "break" | "continue" | "return":
+                pass
             case "shift":
                 count = self._number(rest[0]) if rest else 1
                 self.arguments = self.arguments[count or 0 :]
@@ -666,6 +672,7 @@ class _Reader:
         outer, given = self.tokens, self.arguments
         (self.tokens, i), self.arguments = self.functions[name], arguments
         self.depth += 1
+        loops, self.loops = self.loops, 0
         self.locals.append({})
         try:
             self.status = self._command(i, True)[1]
@@ -674,6 +681,7 @@ class _Reader:
                 raise
         finally:
             self.tokens, self.arguments, self.depth = outer, given, self.depth - 1
+            self.loops = loops
             for variable, value in self.locals.pop().items():
                 if variable not in self.given:
                     self._put_back(variable, value)
