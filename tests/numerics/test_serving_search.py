@@ -167,8 +167,9 @@ def test_a_fleet_is_the_same_however_many_requests_are_asked_for():
         answers.add(found.describe().partition(";")[0])
         winner = found.ranking.best[0]
         assert found.ranking.choices[winner].simulated.too_short <= 1
-        assert found.ranking.confirmed[winner].meets
-        assert found.ranking.confirmed[winner].summary.requests >= 5 * 2000
+        assert winner in found.ranking.confirmed
+        assert found.ranking.choices[winner].simulated.meets
+        assert found.ranking.choices[winner].simulated.summary.requests >= 5 * 2000
         smaller = found.ranking.smaller[winner].simulated
         assert smaller.good < 0.9
         assert smaller.binding == "TPOT"
@@ -186,7 +187,7 @@ def test_a_winner_that_fails_when_more_come_is_dropped(monkeypatch):
     asked |= {"ttft": 25, "tpot": 1.2, "tp": 1, "pp": 1, "gpus": 9, "pairs": 0}
     first = sw.search_serving("llama3.1-8b", "h100-sxm", **asked).ranking
     count = first.choices[first.best[0]].deployment.groups[0].settings.instances
-    real, much = searching.simulate_load, first.confirmed[first.best[0]].summary.requests
+    real, much = searching.simulate_load, first.choices[first.best[0]].simulated.summary.requests
 
     def failing(deployment, load, slo):
         found = real(deployment, load, slo)

@@ -7,7 +7,7 @@ Each row says for which simulated steps it holds, and what was measured; its fig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from stagewright.time.hardware import Hardware
@@ -42,6 +42,23 @@ def known(step: SimulatedStep) -> Iterator[str]:
     for row in DEVIATIONS:
         if row.holds(step):
             yield f"{row.sentence} ({SOURCE})"
+
+
+def known_of_serving(hardware: Iterable[Hardware], *, disaggregated: bool) -> Iterator[str]:
+    """The sentences that hold for requests served over time, each with its source."""
+    e = expected()
+    yield (
+        f"Times per output token are off by {e['serve-tpot'].error:.0%} on average, times to the "
+        f"first token by {e['serve-ttft'].error:.0%}; p90 is {e['serve-tpot'].p90:.0%} and "
+        f"{e['serve-ttft'].p90:.0%}. ({SOURCE})"
+    )
+    if disaggregated:
+        yield (
+            "Separate prefill and decode instances were never compared with a measurement. "
+            f"({SOURCE})"
+        )
+    if any(map(is_estimated, hardware)):
+        yield f"{ESTIMATED} ({SOURCE})"
 
 
 ESTIMATED = "Constants of hardware of AMD, Google, Intel and AWS are estimates but for the peaks."

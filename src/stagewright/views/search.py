@@ -18,16 +18,20 @@ from stagewright.searching.candidates import ABSENT, HARDWARE, Candidates
 from stagewright.searching.choices import choices_of
 from stagewright.searching.machines import specs_of
 from stagewright.searching.ranking import TIE, Ranking
+from stagewright.searching.simulated import step_of
 from stagewright.searching.space import Removed
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
 from stagewright.views.accuracy import expected
+from stagewright.views.advice import remarks
 
 UNTIL_STOPPED = "the best of what was simulated until then"
 WHY = "why (% of the best step)"
 """Column of the part of a step that grew most, in percent of the best step."""
 _MIN_SHARE = 0.005
 """Minimum share that is shown."""
+MOST_RISKS = 2
+"""Remarks on the best that are printed."""
 _FEW_SYSTEMS = 8
 """Limit of hardware names in a sentence."""
 
@@ -311,7 +315,22 @@ def expected_error(ranking: Ranking) -> str:
     experts = ranking.candidates.model.num_experts > 0
     share = expected()["train-moe" if experts else "train-dense"].error
     what = "mixtures of experts" if experts else "dense models"
-    return f"steps of {what} were off by {share:.0%} on average where they were measured"
+    return (
+        f"steps of {what} were off by {share:.0%} on average where they were measured; layouts of "
+        "one job share most of that error: the one predicted best was "
+        f"{expected()['layout'].error:.1%} slower than the best, and 2% is a tie"
+    )
+
+
+def risks(ranking: Ranking) -> list[str]:
+    """Problems and warnings of the best step, the most severe; `headroom` has those of memory."""
+    step = step_of(ranking.candidates, int(ranking.best[0]))
+    severe = [
+        str(remark)
+        for remark in remarks(step.compiled, step)
+        if remark.level != "note" and remark.about != "Memory"
+    ]
+    return severe[:MOST_RISKS]
 
 
 def headroom(ranking: Ranking) -> str:
@@ -554,6 +573,7 @@ def search_text(
     if ranking.stopped:
         yield f"stopped: {UNTIL_STOPPED}"
     yield best(ranking)
+    yield from risks(ranking)
     yield from filter(len, [choices(ranking)])
     sentences = (headroom, tie, expected_error, missing_hardware)
     yield from filter(None, (sentence(ranking) for sentence in sentences))

@@ -13,10 +13,9 @@ from stagewright.run.sections.serving import EngineSection
 from stagewright.serving.search.search import (
     ServingChoice,
     ServingRanking,
-    SmallerDeployment,
-    counts_of,
 )
 from stagewright.texttable import Table
+from stagewright.views.deviations import known_of_serving
 
 UNTIL_STOPPED = "the best of what was simulated until then"
 _DEGREES = frozenset({"tp", "pp", "dp", "ep", "etp"})
@@ -39,7 +38,24 @@ def answer(ranking: ServingRanking, listed_row: int = 1) -> str:
         users = plural(load.concurrency, "user", "users")
         return f"{text}: {load.per_gpu:,.4g} tokens/s per GPU with {users}"
     smaller = ranking.smaller.get(ranking.best[listed_row - 1])
-    return text if smaller is None else f"{text}; {_smaller(choice, smaller)}"
+    return text if smaller is None else f"{text}; {_smaller(ranking, choice, smaller)}"
+
+
+def _smaller(ranking: ServingRanking, winner: ServingChoice, smaller: ServingChoice) -> str:
+    """Attainment of a deployment with one instance less, or fewer GPUs, and the limit that binds."""
+    counts, load = smaller.counts, smaller.simulated
+    if smaller.layouts != winner.layouts:
+        which, count = deployment_words(ranking, smaller), sum(counts)
+    else:
+        count, role = counts[0], ""
+        if len(counts) > 1:
+            prefill = counts[0] < winner.counts[0]
+            count, role = (counts[0], " for prefill") if prefill else (counts[1], " for decode")
+        which = f"{count}{role}"
+    keep = "keeps" if count == 1 else "keep"
+    binds = f", {load.binding} binds" if load.binding else ""
+    overloaded = ", overloaded" if load.summary.steadiness.overloaded else ""
+    return f"{which} {keep} {_share(load.good)}{overloaded}{binds}"
 
 
 def _smaller(winner: ServingChoice, smaller: SmallerDeployment) -> str:
@@ -83,11 +99,9 @@ def remarks(ranking: ServingRanking) -> list[str]:
         kind = "disaggregated" if first in ranking.aggregated else "aggregated"
         notes.append(f"best {kind}: {answer(ranking, ranking.best.index(second[0]) + 1)}")
     if not ranking.closed:
-        confirmed = ranking.confirmed.get(first, load)
         notes.append(
-            f"the best keeps the limits for {_share(confirmed.good)} of "
-            f"{plural(confirmed.summary.measured, 'request', 'requests')}; "
-            f"{confirmed.summary.verdict}"
+            f"the best keeps the limits for {_share(load.good)} of "
+            f"{plural(load.summary.measured, 'request', 'requests')}; {load.summary.verdict}"
         )
         if load.too_short > 1:
             notes.append(
@@ -116,6 +130,15 @@ def remarks(ranking: ServingRanking) -> list[str]:
             f"{equal}, but slower than {load.user_rate:,.4g} tokens/s per user: {named}{more}"
         )
     return notes
+
+
+def accuracy(ranking: ServingRanking) -> list[str]:
+    """Errors to expect of the choices in the tables, in sentences."""
+    layouts = {row for number in ranking.best for row in ranking.choices[number].layouts}
+    if not layouts:
+        return []
+    hardware = [ranking.rows.hardware(row) for row in sorted(layouts)]
+    return [*known_of_serving(hardware, disaggregated=bool(ranking.disaggregated))]
 
 
 def _share(share: float) -> str:
@@ -168,14 +191,10 @@ def table_of_choices(
 ) -> Table:
     """Choices by their numbers, with figures of the load that they were simulated with.
 
-    If `brief`, without what follows from other columns for a load that is the same for all, and
-    figures of winners are those of the longer run that confirmed them.
+    If `brief`, without what follows from other columns for a load that is the same for all.
     """
     choices = [ranking.choices[number] for number in numbers]
-    loads = [
-        ranking.confirmed.get(number, choice.simulated) if brief else choice.simulated
-        for number, choice in zip(numbers, choices, strict=True)
-    ]
+    loads = [choice.simulated for choice in choices]
     places = {number: place + 1 for place, number in enumerate(ranking.best)}
     pairs = any(choice.prompts is not None for choice in choices)
     priced = any(not math.isnan(choice.usd_per_hour) for choice in choices)
@@ -273,6 +292,7 @@ def serving_search_text(
         yield f"stopped: {UNTIL_STOPPED}"
     yield from remarks(ranking)
     yield from tables_of_best(ranking, limit)
+    yield from accuracy(ranking)
     if why and len(removed):
         yield removed
     rules = plural(len(removed), "rule", "rules")

@@ -98,13 +98,6 @@ class ServingChoice(NamedTuple):
         return self.layouts, replace(self.deployment.groups[-1].settings, instances=1)
 
 
-class SmallerDeployment(NamedTuple):
-    """A winner with an instance less, under the same load."""
-
-    deployment: Deployment
-    simulated: SimulatedLoad
-
-
 @dataclass(eq=False)
 class ServingRanking:
     """Result of a search for serving, or its state until then."""
@@ -116,13 +109,14 @@ class ServingRanking:
     """One load with its own arrivals, or closed loops of more and more users."""
     choices: list[ServingChoice] = field(default_factory=list[ServingChoice])
     """All simulated choices, in the order of simulation."""
-    confirmed: dict[int, SimulatedLoad] = field(default_factory=dict[int, SimulatedLoad])
-    """Loads of `CONFIRMATION` times as many requests on the first of each table, by choice."""
+    confirmed: set[int] = field(default_factory=set[int])
+    """Choices whose figures are of `CONFIRMATION` times as many requests: at least the first of
+    each table."""
     dropped: list[ServingChoice] = field(default_factory=list[ServingChoice])
     """First choices that missed the limits under `CONFIRMATION` times as many requests."""
-    smaller: dict[int, SmallerDeployment] = field(default_factory=dict[int, SmallerDeployment])
-    """Deployments with an instance less than the first of each table, by choice; none of one
-    instance."""
+    smaller: dict[int, ServingChoice] = field(default_factory=dict[int, ServingChoice])
+    """What the load does to an instance less than the first of each table, by choice; of a single
+    instance of each group, to the choice with fewer GPUs that came closest, if there is one."""
     refused: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     """Layouts that no number of instances can serve with, by reason."""
     candidates: int = 0
@@ -332,18 +326,22 @@ class _LayoutSearch:
             find_fewest(pair, limit, simulate)
 
     def _confirm(self, *, disaggregated: bool) -> None:
-        """Let the winner serve more requests; the next one where it then misses the limits."""
+        """Let winners serve more requests, until the first choice is one that was confirmed.
+
+        Its figures are then those of the longer run. Another choice comes first where it then
+        misses the limits, or has slower tokens.
+        """
         ranking = self.ranking
         while front := ranking.front(disaggregated=disaggregated):
             winner = front[0]
-            if ranking.loads[0].draw is None:
+            if ranking.loads[0].draw is None or winner in ranking.confirmed:
                 return
             choice, load = ranking.choices[winner], ranking.loads[0].longer(CONFIRMATION)
             simulated = simulate_load(choice.deployment, load, ranking.target.slo)
-            if simulated.meets:
-                ranking.confirmed[winner] = simulated
-                return
             ranking.choices[winner] = choice = choice._replace(simulated=simulated)
+            if simulated.meets:
+                ranking.confirmed.add(winner)
+                continue
             ranking.dropped.append(choice)
             larger = _neighbour(choice, 1)
             if larger is None or larger.gpus > ranking.target.max_gpus:
@@ -353,11 +351,18 @@ class _LayoutSearch:
                 self._add(choice.layouts, larger)
 
     def simulate_smaller(self, winner: int) -> None:
-        """Serve the load to its end on a choice with an instance less."""
-        deployment = _neighbour(self.ranking.choices[winner], -1)
-        if deployment is not None:
-            simulated = self._served_whole(deployment, self.ranking.loads[0])
-            self.ranking.smaller[winner] = SmallerDeployment(deployment, simulated)
+        """Serve the load to its end on a choice with an instance less, or with fewer GPUs."""
+        choices = self.ranking.choices
+        choice = choices[winner]
+        deployment = _neighbour(choice, -1)
+        if deployment is None:
+            fewer = [c for c in choices if c.simulated.gpus < choice.simulated.gpus]
+            if not fewer:
+                return
+            choice = max(fewer, key=lambda each: each.simulated.good)
+            deployment = choice.deployment
+        simulated = self._served_whole(deployment, self.ranking.loads[0])
+        self.ranking.smaller[winner] = self._choice(choice.layouts, deployment, simulated)
 
     def closest(self) -> ServingChoice | None:
         """The choice of which most requests keep the limits; None: none was simulated.
@@ -415,12 +420,18 @@ class _LayoutSearch:
         simulated, ranking.loads[load] = simulate_long_enough(
             deployment, ranking.loads[load], ranking.target.slo
         )
+        ranking.choices.append(self._choice(layouts, deployment, simulated))
+        return simulated
+
+    def _choice(
+        self, layouts: tuple[int, ...], deployment: Deployment, simulated: SimulatedLoad
+    ) -> ServingChoice:
+        """A simulated deployment with its price."""
         usd = sum(
             self._price(row) * group.gpus
             for row, group in zip(layouts, deployment.groups, strict=True)
         )
-        ranking.choices.append(ServingChoice(layouts, deployment, simulated, usd))
-        return simulated
+        return ServingChoice(layouts, deployment, simulated, usd)
 
 
 def counts_of(deployment: Deployment) -> tuple[int, ...]:

@@ -278,7 +278,7 @@ def _serving_cards(of: ServingRanking) -> list[Card]:
     if not of.best:
         return []
     choice, slo = of.choices[of.best[0]], of.target.slo
-    load = of.confirmed.get(of.best[0], choice.simulated)
+    load = choice.simulated
     cards = [
         Card("GPUs", f"{load.gpus:,}", search_serving.deployment_words(of, choice)),
         Card("Keep limits", f"{load.good:.1%}", f"of requests; {of.target.share:.0%} must"),
