@@ -42,7 +42,7 @@ def answer(ranking: ServingRanking, listed_row: int = 1) -> str:
 
 
 def _smaller(ranking: ServingRanking, winner: ServingChoice, smaller: ServingChoice) -> str:
-    """Attainment of a deployment with one instance less, or fewer GPUs, and the limit that binds."""
+    """Attainment of an instance less, or of fewer GPUs, and the limit that binds."""
     counts, load = smaller.counts, smaller.simulated
     if smaller.layouts != winner.layouts:
         which, count = deployment_words(ranking, smaller), sum(counts)
@@ -56,20 +56,6 @@ def _smaller(ranking: ServingRanking, winner: ServingChoice, smaller: ServingCho
     binds = f", {load.binding} binds" if load.binding else ""
     overloaded = ", overloaded" if load.summary.steadiness.overloaded else ""
     return f"{which} {keep} {_share(load.good)}{overloaded}{binds}"
-
-
-def _smaller(winner: ServingChoice, smaller: SmallerDeployment) -> str:
-    """Attainment of the deployment with one instance less, and the limit that binds."""
-    deployment, load = smaller
-    counts = counts_of(deployment)
-    count, role = counts[0], ""
-    if len(counts) > 1:
-        prefill = counts[0] < winner.counts[0]
-        count, role = (counts[0], " for prefill") if prefill else (counts[1], " for decode")
-    keep = "keeps" if count == 1 else "keep"
-    binds = f", {load.binding} binds" if load.binding else ""
-    overloaded = ", overloaded" if load.summary.steadiness.overloaded else ""
-    return f"{count}{role} {keep} {_share(load.good)}{overloaded}{binds}"
 
 
 def _nothing(ranking: ServingRanking) -> str:
