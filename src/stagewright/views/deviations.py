@@ -7,7 +7,7 @@ Each row says for which simulated steps it holds, and what was measured; its fig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from stagewright.time.hardware import Hardware
@@ -44,7 +44,7 @@ def known(step: SimulatedStep) -> Iterator[str]:
             yield f"{row.sentence} ({SOURCE})"
 
 
-def known_of_serving(hardware: Iterable[Hardware], *, disaggregated: bool) -> Iterator[str]:
+def known_of_serving(*, disaggregated: bool) -> Iterator[str]:
     """The sentences that hold for requests served over time, each with its source."""
     e = expected()
     yield (
@@ -57,8 +57,6 @@ def known_of_serving(hardware: Iterable[Hardware], *, disaggregated: bool) -> It
             "Separate prefill and decode instances were never compared with a measurement. "
             f"({SOURCE})"
         )
-    if any(map(is_estimated, hardware)):
-        yield f"{ESTIMATED} ({SOURCE})"
 
 
 ESTIMATED = "Constants of hardware of AMD, Google, Intel and AWS are estimates but for the peaks."

@@ -118,15 +118,6 @@ def remarks(ranking: ServingRanking) -> list[str]:
     return notes
 
 
-def accuracy(ranking: ServingRanking) -> list[str]:
-    """Errors to expect of the choices in the tables, in sentences."""
-    layouts = {row for number in ranking.best for row in ranking.choices[number].layouts}
-    if not layouts:
-        return []
-    hardware = [ranking.rows.hardware(row) for row in sorted(layouts)]
-    return [*known_of_serving(hardware, disaggregated=bool(ranking.disaggregated))]
-
-
 def _share(share: float) -> str:
     """Share of requests, of which few that miss stay visible."""
     return f"{share:.0%}" if share < 0.9 or share == 1 else f"{math.floor(share * 1e3) / 10:.1f}%"
@@ -278,7 +269,9 @@ def serving_search_text(
         yield f"stopped: {UNTIL_STOPPED}"
     yield from remarks(ranking)
     yield from tables_of_best(ranking, limit)
-    yield from accuracy(ranking)
+    if ranking.best:
+        notes = known_of_serving(disaggregated=bool(ranking.disaggregated))
+        yield from (f"note: Accuracy: {text}" for text in notes)
     if why and len(removed):
         yield removed
     rules = plural(len(removed), "rule", "rules")

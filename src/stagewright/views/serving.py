@@ -15,7 +15,7 @@ from stagewright.serving.disaggregation import RemoteKvEngine
 from stagewright.serving.energy import ServingExpense
 from stagewright.serving.metrics import RequestLimits, RequestTimes, ServingSummary, Slo, Spread
 from stagewright.texttable import Table
-from stagewright.views.deviations import known_of_serving
+from stagewright.views.deviations import ESTIMATED, SOURCE, is_estimated, known_of_serving
 
 _TIMES = {
     "queue": "sending to first step",
@@ -226,6 +226,8 @@ def serving_text(
     )
     if 1 < len(run.outcome.engines) <= MAX_ENGINES:
         yield per_engine(run)
+    disaggregated = run.outcome.handover is not None
+    yield from (f"note: Accuracy: {text}" for text in known_of_serving(disaggregated=disaggregated))
 
 
 def _limits(run: ServedRun, slo: Slo) -> str:
@@ -267,10 +269,8 @@ def serving_notes(run: ServedRun, groups: Sequence[InstanceGroup]) -> Iterator[s
         yield f"drafts come from a layer like the last one of {model}, used for each draft"
     elif group.drafts is not None and group.instance.drafter is None and method != "ngram":
         yield "speculative drafts are assumed free; set --speculative-method to time them"
-    yield from known_of_serving(
-        (of.instance.machine.hardware for of in groups),
-        disaggregated=any(of.role != "both" for of in groups),
-    )
+    if any(is_estimated(of.instance.machine.hardware) for of in groups):
+        yield f"{ESTIMATED} ({SOURCE})"
     left = plural(summary.unfinished, "request was", "requests were")
     if run.outcome.stopped:
         yield (

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import EngineSection
 from stagewright.searching.candidates import Candidates
+from stagewright.searching.ranking import TIE
 from stagewright.searching.space import Removed
 from stagewright.serving.deployment import Deployment, InstanceGroup
 from stagewright.serving.kv_transfer import not_sent
@@ -190,10 +191,12 @@ class ServingRanking:
         if not self.closed:  # of each kind the fewest instances
             cheapest = {self.choices[index].kind: index for index in reversed(meet)}
             meet = [index for index in meet if cheapest[self.choices[index].kind] == index]
+        # Runs of different length differ by a little: a costlier choice must be faster by more.
+        faster = 1.0 if self.closed else 1.0 + TIE
         front: list[int] = []
         for index in meet:
             rate = self.choices[index].tokens_per_user
-            if not front or rate > self.choices[front[-1]].tokens_per_user:
+            if not front or rate > faster * self.choices[front[-1]].tokens_per_user:
                 front.append(index)
         return front
 
