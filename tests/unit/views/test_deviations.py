@@ -13,7 +13,8 @@ from helpers import ROOT
 from stagewright.api.simulated import Simulation
 from stagewright.cli.main import main
 from stagewright.evidence.inference import HOST_MS
-from stagewright.views.accuracy import SOURCE
+from stagewright.views import deviations
+from stagewright.views.accuracy import SOURCE, expected
 from stagewright.views.advice import remarks
 from stagewright.views.deviations import DEVIATIONS, known
 
@@ -106,3 +107,10 @@ def test_stages_with_fewer_layers_are_not_named_where_one_of_these_is_the_busies
     assert not said(layers=31, layers_per_stage=(16, 15), vocab=300_000)
     assert said(layers=32, layers_per_stage=(20, 12))
     assert said(layers=31, layers_per_stage=(15, 16), mode="decode")
+
+
+def test_serving_names_its_errors_and_what_was_never_measured():
+    (errors,) = deviations.known_of_serving(disaggregated=False)
+    assert f"{expected()['serve-ttft'].error:.0%}" in errors
+    assert SOURCE in errors
+    assert "never compared" in [*deviations.known_of_serving(disaggregated=True)][1]
