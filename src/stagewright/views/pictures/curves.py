@@ -71,6 +71,8 @@ def curves(
     highest = max((line.highest for line in lines), default=0.0)
     scale = Across(LEFT, svg.WIDTH - EDGE, far, across[1])
     frame = _frame(top, scale, highest * 1.12, up[1])
+    scale = scale._replace(left=max(LEFT, frame.room))
+    frame = frame._replace(across=scale)
     parts = [legend, *frame.axes(across[0], up[0])]
     for begin, end in [] if shaded is None else [(0.0, shaded[0]), (shaded[1], far)]:
         if end > begin:

@@ -104,6 +104,13 @@ class Frame(NamedTuple):
         """Height of the lower edge."""
         return self.up.left
 
+    @property
+    def room(self) -> float:
+        """Width that the words of the upward ticks take to the left of the field."""
+        values = self.up.ticks
+        words = [round_in_words(value, values[-1], self.up.measure) for value in values]
+        return max(map(svg.text_width, words)) + 9
+
     def axes(self, across: str, up: str) -> list[str]:
         """Both axes with their names and ticks."""
         left = self.across.left
