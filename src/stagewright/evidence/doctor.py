@@ -21,6 +21,7 @@ USES = {
     "docs": "the pages of docs/, by Sphinx",
     "pandas": "the example notebook",
     "polars": "search -o FILE.parquet",
+    "perfetto": "replay FILE.pftrace",
     "dev": "tests, lint and types, to work on Stagewright",
 }
 """The purpose of each extra."""
