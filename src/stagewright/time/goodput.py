@@ -93,7 +93,7 @@ def useful_share(period: float, failures: Failures, saving: Saving) -> float:
 def best_period(failures: Failures, saving: Saving) -> float:
     """Period with the largest useful share, in seconds, by golden section.
 
-    Infinite without failures, or where nothing is lost by saving always: then the shortest.
+    Infinite without failures; the shortest possible if a checkpoint does not stall training.
     """
     low, mean = saving.shortest_period, failures.interruption_seconds
     if math.isinf(mean):

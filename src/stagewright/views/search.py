@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from stagewright.searching.ranking import TIE, Ranking
 from stagewright.searching.simulated import step_of
 from stagewright.searching.space import Removed
 from stagewright.texttable import Table
+from stagewright.time.goodput import DAY
 from stagewright.time.hardware import Hardware
 from stagewright.views.accuracy import expected
 from stagewright.views.advice import remarks
@@ -202,29 +204,24 @@ def best(ranking: Ranking, most: int | None = None) -> Table:
         ("exposed", None, exposed, True),
         ("limited by", None, [limit(ranking, row) for row in rows], True),
         ("goodput", "share", figures.get("useful", []), "useful" in figures),
-        ("days", "figure", _days(candidates, figures), bool(candidates.base.cluster.tokens)),
-        ("USD per Mtoken", "figure", _usd_per_mtoken(figures), "cost" in names),
+        ("days", "figure", _of_job(ranking, indices, "days"), bool(candidates.base.cluster.tokens)),
+        ("USD per Mtoken", "figure", _of_job(ranking, indices, "cost"), "cost" in names),
         ("J per token", "figure", per("joules", figures["tokens"]), "energy" in names),
     ]
     title = f"Pareto front of {in_words(names)}, by {in_words(names[:1])}" if names[1:] else "Best"
     return Table.of_columns(title, columns, ("bubble", "causal MFU", "TFLOP/s", "exposed"))
 
 
-def _usd_per_mtoken(figures: Mapping[str, Sequence[Any]]) -> list[float | None]:
-    """USD per million tokens that are kept: with the time that failures take."""
-    useful = figures.get("useful", [1.0] * len(figures["usd"]))
-    rows = zip(figures["usd"], figures["tokens"], useful, strict=True)
-    return [None if u is None else u * 1e6 / max(tokens, 1) / share for u, tokens, share in rows]
+def _of_job(ranking: Ranking, indices: Int, name: str) -> list[float | None]:
+    """Values of the objective `days` or `cost`, in the unit of `_scale`; None: unknown."""
+    values = objectives.OBJECTIVES[name](ranking.figures.take(indices)) * _scale(ranking, name)
+    return [None if math.isnan(value) else value for value in values.tolist()]
 
 
-def _days(candidates: Candidates, figures: Mapping[str, Sequence[Any]]) -> list[float]:
-    """Days of the whole job of each candidate; none without a number of tokens."""
-    tokens = candidates.base.cluster.tokens
-    if not tokens:
-        return []
-    useful = figures.get("useful", [1.0] * len(candidates))
-    rates = zip(figures["tokens_per_second"], useful, strict=False)
-    return [tokens / (rate * share) / 86_400 for rate, share in rates]
+def _scale(ranking: Ranking, name: str) -> float:
+    """Factor from an objective per token to what is shown: days of a job, USD per Mtoken."""
+    tokens = ranking.candidates.base.cluster.tokens or 0.0
+    return {"cost": 1e6, "days": tokens / DAY}.get(name, 1.0)
 
 
 def words(candidates: Candidates, index: int) -> str:
@@ -405,16 +402,12 @@ def _price(ranking: Ranking, mask: Bool) -> tuple[str, str, str]:
     if mask[first] and values[row] >= values[first] - TIE * abs(values[first]):
         row = first
     mark = "" if figures.simulated[row] else "~"
-    value = f"{mark}{abs(values[row]):.3g}"
+    digits = 4 if names[0] in ("cost", "days") else 3
+    value = f"{mark}{abs(values[row]) * _scale(ranking, names[0]):,.{digits}g}"
     if names[0] == "time":
         value = mark + duration(float(figures.seconds[row]))
     elif names[0] == "memory":
         value = mark + quantity(int(values[row]), "B")
-    elif names[0] == "cost":
-        value = f"{mark}{values[row] * 1e6:.4g}"
-    elif names[0] == "days":
-        tokens = ranking.candidates.base.cluster.tokens or 0.0
-        value = f"{mark}{values[row] * tokens / 86_400:,.4g}"
     if row == first:
         return value, "", "the best"
     more = values[row] / values[first] - 1

@@ -177,7 +177,7 @@ def goodput_lines(step: SimulatedStep) -> Iterator[str]:
             )
     if job is not None:
         if job.days > MOST_DAYS:
-            yield f"{count(round(job.tokens))} tokens: the job makes no progress worth naming"
+            yield f"{count(round(job.tokens))} tokens: not within a million days"
             return
         cost = ""
         if job.usd is not None:

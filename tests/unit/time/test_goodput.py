@@ -42,7 +42,7 @@ def test_best_periods_are_the_published_ones(row: dict[str, str]) -> None:
 
 
 def _simulated_share(period: float, failures: Failures, saving: Saving, periods: int) -> float:
-    """Useful share of a job that is played failure by failure."""
+    """Useful share of a job that is simulated failure by failure."""
     draw = random.Random(7)
     mean = failures.interruption_seconds
     clock, kept, fails_at = 0.0, 0, draw.expovariate(1 / mean)
@@ -77,7 +77,7 @@ def _simulated_share(period: float, failures: Failures, saving: Saving, periods:
         (40_000, 600, 900, Saving(10, 900, asynchronous=True), 1800, 0.01),
     ],
 )
-def test_the_closed_form_is_that_of_a_job_played_failure_by_failure(
+def test_the_closed_form_is_that_of_a_job_simulated_failure_by_failure(
     mean: float, detect: float, restart: float, saving: Saving, period: float, off: float
 ) -> None:
     failures = Failures(mean, detect, restart)

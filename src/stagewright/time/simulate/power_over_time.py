@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 
 from stagewright.arrays import Float
-from stagewright.program.columns import TaskKind
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine
-from stagewright.time.power import RUNNING_FRACTION, idle_watts, kernel_energies
+from stagewright.time.power import RUNNING_FRACTION, idle_watts
 from stagewright.time.simulate.breakdown import exposed_intervals
 from stagewright.time.simulate.timeline import TICK, Lane, Timeline
+from stagewright.time.simulate.utilization import lane_energies
 
 SPAN = 1e-3
-"""Seconds of a span, in a step of `LEAST_SPANS` of them or more."""
+"""Seconds of a span; shorter in a step that has fewer than `LEAST_SPANS`."""
 LEAST_SPANS = 100
 WINDOW = 10e-3
 """Seconds within which a swing counts."""
@@ -107,12 +107,9 @@ def _nodes(timeline: Timeline, per_node: int) -> Iterator[Float]:
 def _lane_watts(lane: Lane, edges: Float, hardware: Hardware) -> Float:
     """Mean power of a GPU of a lane between edges (seconds)."""
     idle, tdp = idle_watts(hardware), hardware.tdp_w
-    kernels = (lane.kind == TaskKind.COMPUTE) & (lane.end > lane.begin)
-    seconds = (lane.end - lane.begin)[kernels].astype(np.float64) * TICK
-    tasks = lane.rank_class.work.actions.tasks
-    share = kernel_energies(tasks, lane.row[kernels], seconds, hardware) / seconds
+    kernels, seconds, energies = lane_energies(lane, hardware)
     # A kernel of a communication stream runs beside others, which already count as not idle.
-    watts = tdp * share - np.where(lane.is_kernel[kernels], idle, 0.0)
+    watts = tdp * (energies / seconds) - np.where(lane.is_kernel[kernels], idle, 0.0)
     begin, end = exposed_intervals(lane)
     exposed = np.full(len(begin), tdp * RUNNING_FRACTION - idle)
     begin = np.concatenate([lane.begin[kernels], begin]).astype(np.float64) * TICK

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from stagewright.blocks.recipe import PRECISIONS
@@ -43,7 +43,7 @@ from stagewright.time.job import Goodput, Job, job_of
 from stagewright.time.measured import Coverage
 from stagewright.time.network import Machine
 from stagewright.time.ownership import load as load_costs
-from stagewright.time.power import Expense, expense
+from stagewright.time.power import Expense, expense, watts_per_gpu
 from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate import ep_overlap
 from stagewright.time.simulate.breakdown import Breakdown, breakdown, critical_path, path_parts
@@ -300,17 +300,27 @@ class SimulatedStep(StepTimeline):
 
         None: the price or the file of costs of the machine, or else the hardware's price.
         """
-        running, drawn = running_and_power(self.timeline, self.mean, self.machine)
-        at_price = partial(
-            expense, self.machine.hardware, gpus=self.machine.gpus, seconds=self.seconds,
+        running, drawn = self._running_and_power
+        return expense(
+            self.machine.hardware, gpus=self.machine.gpus, seconds=self.seconds,
             tokens=self.tokens, running=running, drawn=drawn,
+            price=self.price if price is None else price,
         )  # fmt: skip
-        costs = self.cluster.costs if self.cluster else None
-        if price is None and self.cluster is not None:
-            price = self.cluster.price
-        if price is None and costs is not None:
-            price = load_costs(costs).usd_per_gpu_hour(at_price().watts_per_gpu)
-        return at_price(price=price)
+
+    @cached_property
+    def price(self) -> float | None:
+        """USD per GPU and hour: of the machine, of its file of costs, or else of the hardware."""
+        hardware = self.machine.hardware
+        if self.cluster is not None and self.cluster.price is not None:
+            return self.cluster.price
+        if self.cluster is not None and self.cluster.costs is not None:
+            watts = float(watts_per_gpu(hardware, *self._running_and_power))
+            return load_costs(self.cluster.costs).usd_per_gpu_hour(watts)
+        return hardware.price_usd_per_gpu_hour
+
+    @cached_property
+    def _running_and_power(self) -> tuple[float, float]:
+        return running_and_power(self.timeline, self.mean, self.machine)
 
     @cached_property
     def power_over_time(self) -> PowerOverTime:
@@ -322,14 +332,10 @@ class SimulatedStep(StepTimeline):
         """Whole job that repeats this step, if the cluster names its tokens."""
         if self.cluster is None:
             return None
-        spent = self.expense()
-        usd = spent.usd_per_million_tokens
-        hourly = None if usd is None else usd * self.tokens_per_second * 0.0036
         return job_of(
             self.cluster, self.machine.hardware, self.goodput.useful_share if self.goodput else 1.0,
             tokens_per_second=self.tokens_per_second, gpus=self.machine.gpus,
-            watts_per_gpu=spent.watts_per_gpu,
-            price=None if hourly is None else hourly / self.machine.gpus,
+            watts_per_gpu=self.expense().watts_per_gpu, price=self.price,
         )  # fmt: skip
 
     @property

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Bool, exact_sum
+from stagewright.arrays import Bool, Float, Int, exact_sum
 from stagewright.graph.table import Timing
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
@@ -28,7 +28,7 @@ from stagewright.time.network import Machine
 from stagewright.time.power import RUNNING_FRACTION, kernel_energies
 from stagewright.time.roofline import timing_of
 from stagewright.time.simulate.breakdown import Breakdown
-from stagewright.time.simulate.timeline import TICK, Timeline
+from stagewright.time.simulate.timeline import TICK, Lane, Timeline
 
 
 class Flops(NamedTuple):
@@ -135,6 +135,26 @@ def _timed_as(tasks: Tasks, *timings: Timing) -> Bool:
     return np.array([*kernels, False], dtype=bool)[tasks.shape]
 
 
+class LaneEnergies(NamedTuple):
+    """Kernels of a lane that take time, with the energy of each."""
+
+    kernel: Int
+    """Issue index."""
+    seconds: Float
+    joules_over_tdp: Float
+    """Energy in seconds at TDP."""
+
+
+def lane_energies(lane: Lane, hardware: Hardware) -> LaneEnergies:
+    """Energies of the kernels of a lane, those of communication streams included."""
+    kernel = np.flatnonzero((lane.kind == TaskKind.COMPUTE) & (lane.end > lane.begin))
+    seconds = (lane.end - lane.begin)[kernel].astype(np.float64) * TICK
+    tasks = lane.rank_class.work.actions.tasks
+    return LaneEnergies(
+        kernel, seconds, kernel_energies(tasks, lane.row[kernel], seconds, hardware)
+    )
+
+
 def running_and_power(timeline: Timeline, mean: Breakdown, machine: Machine) -> tuple[float, float]:
     """Share of a step in which kernels of the mean GPU run, and their mean power over TDP.
 
@@ -142,10 +162,7 @@ def running_and_power(timeline: Timeline, mean: Breakdown, machine: Machine) -> 
     """
     power = 0.0
     for lane in timeline.lanes:
-        kernels = (lane.kind == TaskKind.COMPUTE) & (lane.end > lane.begin)
-        seconds = (lane.end - lane.begin)[kernels].astype(np.float64) * TICK
-        tasks = lane.rank_class.work.actions.tasks
-        energy = float(kernel_energies(tasks, lane.row[kernels], seconds, machine.hardware).sum())
+        energy = float(lane_energies(lane, machine.hardware).joules_over_tdp.sum())
         power += energy * len(lane.ranks) / machine.gpus / timeline.seconds
     exposed = sum(mean.exposed.values()) / timeline.seconds
     running = sum(mean.kernels.values()) / timeline.seconds + exposed

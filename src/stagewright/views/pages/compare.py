@@ -170,7 +170,7 @@ def _figures(step: SimulatedStep) -> dict[str, _Figure]:
         "peak memory": size(step.fit.peak, compared=True),
         "device memory": size(step.fit.device_memory, compared=False),
     }
-    spent = step.expense(step.cluster.price if step.cluster else None)
+    spent = step.expense()
     usd, joules = spent.usd_per_million_tokens, spent.joules_per_token
     if usd is not None:
         result["USD per million tokens"] = _Figure(usd, f"{usd:.3g}")

@@ -215,11 +215,9 @@ def _timed(compiled: CompiledRun, step: SimulatedStep) -> list[Card]:
     shown.append(
         Card("HFU", f"{step.hfu:.1%}", executed if trains else "of FLOPs that kernels execute")
     )
-    asked = step.cluster.price if step.cluster else None
-    spent = step.expense(asked)
+    spent = step.expense()
     if spent.usd_per_million_tokens is not None:
-        price = asked if asked is not None else step.machine.hardware.price_usd_per_gpu_hour
-        per_token = f"per million tokens, at {price:g} USD per GPU-hour"
+        per_token = f"per million tokens, at {step.price:.3g} USD per GPU-hour"
         shown.append(Card("Cost", f"{spent.usd_per_million_tokens:.3g} USD", per_token))
     shown.append(Card("Energy", f"{spent.joules_per_token:.3g} J", "per token"))
     if step.goodput is not None:
