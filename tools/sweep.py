@@ -291,6 +291,7 @@ def _habits(dice: Dice) -> dict[str, Any]:
         "repeat_kv": (False, True),
         "joint_projections": (False, True),
         "pipeline_caches": (False, True),
+        "scatter_gather_tensors_in_pipeline": (False, True),
         "set_grads_to_none": (False, True),
     }
     some = dice.sample(sorted(choices), dice.randint(0, 3))

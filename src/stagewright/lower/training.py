@@ -16,7 +16,7 @@ from stagewright.algebra.layout import MIRROR, Mesh
 from stagewright.blocks import Recipe
 from stagewright.graph.node import Graph
 from stagewright.lower.assembly.assemble import assemble
-from stagewright.lower.assembly.lowered_block import LoweredBlock, StageBlock
+from stagewright.lower.assembly.lowered_block import WHOLE, LoweredBlock, MessageParts, StageBlock
 from stagewright.lower.assembly.optimizer_step import ClipNorm
 from stagewright.lower.blocks import lower_block, shard_block
 from stagewright.lower.compiled_run import CompiledRun
@@ -125,8 +125,17 @@ class TrainingStep:
         clip = _clip_norm(self.run, self.plan) if self.run.clip_grad else None
         streams, habits = self.run.streams, self.habits
         return assemble(
-            placed, self.order, self.mesh, clip=clip, streams=streams, habits=habits, layers=layers
-        )
+            placed, self.order, self.mesh, clip=clip, streams=streams, habits=habits, layers=layers,
+            message_parts=self._message_parts,
+        )  # fmt: skip
+
+    @property
+    def _message_parts(self) -> MessageParts:
+        """How ranks of tp share the messages between stages, which are equal on all of them."""
+        run, axes = self.run, self.plan.tensor
+        if not run.scatter_gather_tensors_in_pipeline or run.sequence_parallel_ranks > 1:
+            return WHOLE
+        return MessageParts(axes, self.mesh.size(*axes))
 
 
 def order_of(run: Run) -> Order:

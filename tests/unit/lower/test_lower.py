@@ -14,6 +14,7 @@ from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.program.columns import COLLECTIVES, RankWork, TaskKind, Tasks
 from stagewright.program.communicators import Communicator, Peer
+from stagewright.program.fit import peak_in_program_order
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Action, Overlap, flat
 
@@ -254,6 +255,28 @@ def test_boundaries(tp: int) -> None:
             assert (t.comm_bytes[rows] == size).all()
             onward = (kind == TaskKind.SEND) == (phase == FORWARD)
             assert {program.peers[s] for s in t.slot[rows]} <= {Peer("pp", 1 if onward else -1)}
+
+
+def test_ranks_of_tp_share_a_message() -> None:
+    """Each sends its part, and the receiving ranks gather what the next kernels read."""
+    settings = GPT | {"pp": 2, "global_batch_size": 2, "tp": 2}
+    whole = compiled(**settings).program
+    shared = compiled(**settings, scatter_gather_tensors_in_pipeline=True).program
+    size = 2 * 64 * 768
+    for before, after in zip(whole.classes, shared.classes, strict=True):
+        t = after.tasks
+        messages = np.isin(t.kind, (TaskKind.SEND, TaskKind.RECV))
+        assert (t.comm_bytes[messages] == size // 2).all()
+        receives = np.flatnonzero(t.kind == TaskKind.RECV)
+        waiter, dep = t.reads
+        gathers = waiter[np.isin(dep, receives)]
+        assert len(gathers) == len(receives)
+        assert (t.collective[gathers] == COLLECTIVES.index("all_gather")).all()
+        assert (t.comm_bytes[gathers] == size // 2).all()
+        assert len(t) == len(before.tasks) + len(receives)
+        assert dict(peak_in_program_order(after).by_category) == dict(
+            peak_in_program_order(before).by_category
+        )
 
 
 def test_chunks_go_round() -> None:

@@ -11,7 +11,7 @@ from stagewright.algebra.layout import Mesh
 from stagewright.arrays import Int, distinct_numbers
 from stagewright.lower.assembly.distinct_actions import ActionTable, StagePart, TaskColumns
 from stagewright.lower.assembly.habit import MEGATRON_LM, Habit
-from stagewright.lower.assembly.lowered_block import StageBlock, crossings
+from stagewright.lower.assembly.lowered_block import WHOLE, MessageParts, StageBlock, crossings
 from stagewright.lower.assembly.optimizer_step import ClipNorm
 from stagewright.lower.assembly.rank_order import (
     RankOrder,
@@ -36,17 +36,18 @@ def assemble(
     streams: str = "one",
     habits: Habit = MEGATRON_LM,
     layers: Mapping[int, Hashable] | None = None,
+    message_parts: MessageParts = WHOLE,
 ) -> Program:
     """Build the program of every rank class: one class per pipeline rank.
 
     `stages`: blocks of each stage of the model; `order`: actions of each pipeline rank; `clip`:
     gradients are clipped by their norm; `habits`: those of the run's framework; `layers`: extra key
-    per layer; stages match only if keys do.
+    per layer; stages match only if keys do; `message_parts`: how messages between stages are cut.
     """
     pp, weights = len(order), habits.unit_weights()
     schedules = rank_schedules(order, unshards=weights.gathers_first)
     trains = any((~np.isin(s.kind, (FORWARD, UNSHARD))).any() for s in schedules)
-    stage_places, between = places(order), crossings(stages)
+    stage_places, between = places(order), crossings(stages, message_parts)
     keys = [
         StageKey.of(stages[p.stage], p, between, pp, habits, trains=trains, layers=layers)
         for p in stage_places

@@ -304,6 +304,17 @@ def nearest_maker(blocks: Sequence[StageBlock], i: int, c: LiveValue) -> int | N
     return next((j for j in candidates if c in blocks[j].block.makers), None)
 
 
+class MessageParts(NamedTuple):
+    """Ranks that each send a part of an equal value, which the receiving ones gather."""
+
+    axes: tuple[str, ...] = ()
+    ranks: int = 1
+
+
+WHOLE = MessageParts()
+"""Every rank sends the whole value."""
+
+
 class Crossing(NamedTuple):
     """Value that one stage passes to the next, with bytes and dtype on one rank."""
 
@@ -312,6 +323,7 @@ class Crossing(NamedTuple):
     dtype: str
     gradient: bool
     """True if a later block makes a gradient of the value."""
+    parts: MessageParts = WHOLE
 
 
 def with_gradient(values: Sequence[Crossing]) -> Sequence[Crossing]:
@@ -319,7 +331,9 @@ def with_gradient(values: Sequence[Crossing]) -> Sequence[Crossing]:
     return [value for value in values if value.gradient]
 
 
-def crossings(stages: Sequence[Sequence[StageBlock]]) -> list[tuple[Crossing, ...]]:
+def crossings(
+    stages: Sequence[Sequence[StageBlock]], parts: MessageParts
+) -> list[tuple[Crossing, ...]]:
     """Values live between each stage and the next: made before, read after.
 
     Each is a message, as Megatron-LM sends the decoder's and the encoder's hidden states
@@ -342,7 +356,11 @@ def crossings(stages: Sequence[Sequence[StageBlock]]) -> list[tuple[Crossing, ..
             name for block in {block for block, _, _ in stage} for name in _forward_outputs(block)
         }
         names = sorted(made & later.keys(), key=lambda n: (n != STREAM, n))
-        result.append(tuple(later[n] for n in names))
+        # A value that the ranks do not divide is sent whole (`_communicate` of Megatron-LM).
+        cut = {n for n in names if later[n].size % parts.ranks == 0}
+        result.append(
+            tuple(later[n]._replace(parts=parts) if n in cut else later[n] for n in names)
+        )
     return result
 
 

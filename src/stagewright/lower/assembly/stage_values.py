@@ -135,12 +135,12 @@ class StageValues:
     # ---- recording -------------------------------------------------------------------------------
 
     def receive(
-        self, c: LiveValue, name: str, task: LoweredTask, touch: RowRef, buffers: int
+        self, c: LiveValue, name: str, size: int, touch: RowRef, phase: str, buffers: int
     ) -> None:
         """Record a message from another rank; `buffers`: number of permanent buffers."""
-        size, permanent = task.comm_bytes * max(1, buffers), buffers > 0
-        value = Value(name, -1, task.phase, "communication", size, permanent=permanent)
-        value.touch(touch, task.phase)
+        size, permanent = size * max(1, buffers), buffers > 0
+        value = Value(name, -1, phase, "communication", size, permanent=permanent)
+        value.touch(touch, phase)
         self._received[c] = value
         self.values.append(value)
 

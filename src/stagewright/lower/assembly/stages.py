@@ -318,9 +318,13 @@ class Stage:
             else:
                 t = self._message(TaskKind.RECV, value, forward=forward)
                 row = action.add(t, tag=tag)
+                if value.parts.ranks > 1:
+                    row, t = self._gather_parts(value, row, action)
             name = f"{_message_prefix(value, forward=forward)}received"
             received, touch = LiveValue(value.name, not forward), action.touch_by(row)
-            self.values.receive(received, name, t, touch, self.habits.message_buffers())
+            self.values.receive(
+                received, name, value.size, touch, t.phase, self.habits.message_buffers()
+            )
 
     def _is_message(self, *, forward: bool) -> bool:
         """True if the action's input arrives by message or broadcast."""
@@ -343,6 +347,20 @@ class Stage:
         if source == self.place.rank:
             neighbour = self.on_rank[self.stage + (-1 if action.forward else 1)]
             neighbour.read_output(LiveValue(value.name, not action.forward), row, phase, action)
+        return row, t
+
+    @staticmethod
+    def _gather_parts(value: Crossing, part: int, action: ActionRows) -> tuple[int, LoweredTask]:
+        """Add a row in which ranks gather the parts that each of them received."""
+        phase = "forward" if action.forward else "backward"
+        name = f"{_message_prefix(value, forward=action.forward)}gather"
+        section = BlockSection.FORWARD if action.forward else BlockSection.BACKWARD
+        t = LoweredTask(
+            name, "all_gather", TaskKind.COLLECTIVE, phase, section,
+            axes=value.parts.axes, comm_bytes=value.size // value.parts.ranks, dtype=value.dtype,
+        )  # fmt: skip
+        row = action.add(t)
+        action.deps.append((row, action.copy, action.stage, part))
         return row, t
 
     def _send(self, action: ActionRows) -> None:
@@ -384,7 +402,7 @@ class Stage:
         section = BlockSection.FORWARD if forward else BlockSection.BACKWARD
         return LoweredTask(
             f"{_message_prefix(value, forward=forward)}{op}", op, kind, phase, section,
-            axes=("pp",), comm_bytes=value.size, dtype=value.dtype,
+            axes=("pp",), comm_bytes=value.size // value.parts.ranks, dtype=value.dtype,
         )  # fmt: skip
 
     # ---- dependencies ----------------------------------------------------------------------------
@@ -416,11 +434,10 @@ class Stage:
         if message is None:
             return None
         if self._is_message(forward=not c.gradient):  # messages are the first rows
-            return (
-                CopyRelation.BACKWARD if c.gradient else CopyRelation.FORWARD,
-                self.stage,
-                message,
-            )
+            copy = CopyRelation.BACKWARD if c.gradient else CopyRelation.FORWARD
+            received = crossing[: message + 1]
+            gathers = 0 if self.place.shared else sum(x.parts.ranks > 1 for x in received)
+            return copy, self.stage, message + gathers
         return self.on_rank[self.stage + (1 if c.gradient else -1)]._output_dep(c)
 
 

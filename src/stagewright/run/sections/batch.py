@@ -3,7 +3,15 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from stagewright.run.sections.declare import Count, Number, Text, idle_axes, of_training, setting
+from stagewright.run.sections.declare import (
+    Count,
+    Number,
+    Switch,
+    Text,
+    idle_axes,
+    of_training,
+    setting,
+)
 
 _LENGTHS = "use prompt_length and context_length"
 
@@ -84,6 +92,14 @@ class BatchSection:
         elsewhere="layers are split evenly",
         habits={"torchtitan": 1},
     )
+    scatter_gather_tensors_in_pipeline: Switch = of_training(
+        False,
+        "Ranks of tp each send a part of a message between stages, and gather it again.",
+        idle=(idle_axes("pp"), idle_axes("tp"), {"sequence_parallel": True}),
+        elsewhere="messages of inference are sent whole",
+    )
+    """Megatron-LM's name: its default from February 2021 (72e4230b) until it moved the pipeline to
+    its core in March 2023 (3c92fa93)."""
     streams: Literal["one", "separate"] = setting(
         "one",
         "Order of communication in traces: one chain (ASTRA-sim), or one per communicator.",
