@@ -16,24 +16,25 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import choices
 import predictions
 import regret
-from stagewright.evidence.inference import ServedRow
+from stagewright.evidence.inference import SCHEDULERS, ServedRow, model_of_row
 from stagewright.evidence.kernels import KernelRow
 from stagewright.evidence.memory import BETWEEN_STEPS
 from stagewright.evidence.rows import Prediction, Row
-from stagewright.evidence.servers import ClosedLoopRow
+from stagewright.evidence.servers import ClosedLoopRow, StageRow
 from stagewright.evidence.statistics import GROUPS, SWEEP, errors_by_group
 from stagewright.evidence.training import Measurement, not_compared, sources
 from stagewright.model.catalog import resolve as model_of
+from stagewright.model.presets import family
 from stagewright.time.hardware import resolve
 from stagewright.time.simulate.launches import launch_mode
-from stagewright.views.accuracy import ExpectedError
+from stagewright.views.accuracy import ExpectedError, inferred
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "accuracy"
@@ -66,12 +67,12 @@ class Compared(NamedTuple):
         return self.prediction.quantity
 
 
-def statistics(signed: Sequence[float]) -> ExpectedError:
+def statistics(signed: Sequence[float], sources: tuple[str, ...] = ()) -> ExpectedError:
     """Statistics of at least one signed error."""
     sizes = np.abs(signed)
     return ExpectedError(
         len(signed), float(sizes.mean()), float(np.median(sizes)),
-        float(np.quantile(sizes, 0.9)), float(np.mean(signed)), min(signed), max(signed),
+        float(np.quantile(sizes, 0.9)), float(np.mean(signed)), min(signed), max(signed), sources,
     )  # fmt: skip
 
 
@@ -88,7 +89,8 @@ class Answer(NamedTuple):
     """A kind of answer, and the rows whose errors are to be expected of it."""
 
     key: str
-    errors: Callable[[], list[float]]
+    errors: Callable[[], list[tuple[str, float]]]
+    """Source and signed error of each row."""
     asked: str
     source: str = ""
     """Where the rows are from; empty: the answer is one of some steps, in docs/accuracy/limits.md,
@@ -97,8 +99,8 @@ class Answer(NamedTuple):
     """What not to trust."""
 
 
-def _of(name: str, holds: Callable[[Compared], bool]) -> Callable[[], list[float]]:
-    return lambda: [c.error for c in table(name) if holds(c)]
+def _of(name: str, holds: Callable[[Compared], bool]) -> Callable[[], list[tuple[str, float]]]:
+    return lambda: [(c.source, c.error) for c in table(name) if holds(c)]
 
 
 def kind(c: Compared) -> str:
@@ -114,7 +116,7 @@ def kind(c: Compared) -> str:
     return "sweep" if c.source == SWEEP else "dense"
 
 
-def _steps(name: str) -> Callable[[], list[float]]:
+def _steps(name: str) -> Callable[[], list[tuple[str, float]]]:
     return _of("training", lambda c: kind(c) == name)
 
 
@@ -176,7 +178,7 @@ def _is_steady(c: Compared) -> bool:
     return c.source.startswith("aiconfigurator") and c.quantity == "tpot_ms"
 
 
-def _engine_rows(quantity: str) -> Callable[[], list[float]]:
+def _engine_rows(quantity: str) -> Callable[[], list[tuple[str, float]]]:
     """Errors of AIConfigurator's servers, simulated request by request."""
     return _of(
         "serving",
@@ -195,7 +197,7 @@ ANSWERS = (
            "Megatron-Bridge", "MI300X"),
     Answer("train-low", _steps("low"), "Step time below a tenth of the peak", "nearly all nanotron",
            "context parallelism over long sequences"),
-    Answer("layout", lambda: [job.regret for job in jobs()],
+    Answer("layout", lambda: [(job.source, job.regret) for job in jobs()],
            "Choice of a layout: time that it loses", "jobs with three measured layouts or more",
            "differences below 2%"),
     Answer("memory", _of("memory", lambda c: c.quantity in ("allocated", "reported")),
@@ -231,7 +233,7 @@ ANSWERS = (
     Answer("nvfp4-experts", _of("inference", _experts_in_nvfp4), "Decode of experts in nvfp4"),
     Answer("zero3", _of("training", lambda c: c.source.startswith("DeepSpeed ZeRO-3")),
            "ZeRO-3 of DeepSpeed in 2021 on A100"),
-    Answer("overlap", lambda: [ours - theirs for theirs, ours in overlap_gains()],
+    Answer("overlap", lambda: [("torchtitan", ours - theirs) for theirs, ours in overlap_gains()],
            "Gain of asynchronous tensor parallelism (points)"),
 )  # fmt: skip
 """Kinds of answers. Those of some steps are in sentences that the package shows beside a step."""
@@ -241,17 +243,97 @@ ANSWERS = (
 def errors(key: str) -> ExpectedError:
     """The errors to expect of an answer."""
     (answer,) = (answer for answer in ANSWERS if answer.key == key)
-    return statistics(answer.errors())
+    return _of_pairs(answer.errors())
+
+
+def _of_pairs(pairs: Iterable[tuple[str, float]]) -> ExpectedError:
+    sources, signed = zip(*pairs, strict=True)
+    return statistics(signed, tuple(sorted(set(sources), key=str.lower)))
+
+
+# ---- groups of an answer -------------------------------------------------------------------------
+
+Group = tuple[str, ...]
+
+
+def _trained(*kinds: str) -> Iterator[tuple[Group, Compared]]:
+    for c in table("training"):
+        if kind(c) in kinds:
+            assert c.prediction.traits is not None
+            yield (c.prediction.traits.hardware, c.prediction.traits.precision), c
+
+
+def _inferred(quantity: str) -> Iterator[tuple[Group, Compared]]:
+    for c in table("inference"):
+        if c.quantity == quantity:
+            assert isinstance(c.row, ServedRow)
+            yield _group_of_server(c.row.hardware, c.row.settings, c.row.checkpoint), c
+
+
+def _group_of_server(hardware: str, settings: Mapping[str, Any], checkpoint: str) -> Group:
+    return inferred(*model_of_row(settings, checkpoint), hardware)
+
+
+def _served_rows(*quantities: str) -> Iterator[tuple[Group, Compared]]:
+    """Servers whose requests are simulated, but for those that were overloaded."""
+    for c in table("serving"):
+        if c.quantity not in quantities or c.source.endswith("overloaded"):
+            continue
+        if isinstance(c.row, ClosedLoopRow):
+            server, checkpoint = c.row.served, c.row.served.checkpoint
+        else:
+            assert isinstance(c.row, StageRow)
+            server, checkpoint = c.row.server, ""
+        group = _group_of_server(server.hardware, server.settings, checkpoint)
+        yield (SCHEDULERS[server.engine], *group), c
+
+
+def _drafted() -> Iterator[tuple[Group, Compared]]:
+    """Servers of DeepSeek-R1, whose source ends with the scheduler and row begins as the group."""
+    for c in table("drafts"):
+        if c.quantity == "tpot_ms":
+            hardware, stored, *_ = c.prediction.row.split()
+            precision = {"fp4": "nvfp4"}.get(stored, stored)
+            scheduler = c.source.split(", ")[-1]
+            yield (scheduler, hardware, family("deepseek-r1"), precision), c
+
+
+GROUPED: dict[str, Callable[[], Iterator[tuple[Group, Compared]]]] = {
+    "train-dense": lambda: _trained("dense", "sweep"),
+    "train-moe": lambda: _trained("MoE"),
+    "train-lora": lambda: _trained("LoRA"),
+    "decode": lambda: _inferred("tpot_ms"),
+    "first-token": lambda: _inferred("ttft_ms"),
+    "serve-tpot": lambda: _served_rows("tpot_ms"),
+    "serve-ttft": lambda: _served_rows("ttft_ms", "ttft_p50_ms"),
+    "serve-rate": lambda: _served_rows("output_tokens_s_gpu"),
+    "serve-drafts": _drafted,
+}
+"""Answers whose errors differ by group: rows by accelerator and precision of training; by
+accelerator, family and precision of a step of inference; by these and the engine of a server. A
+group also has rows of sources that the answer leaves out: nanotron's, load stages, InferenceX."""
+
+
+@cache
+def groups(key: str) -> Mapping[Group, ExpectedError]:
+    """The errors of each group of an answer, and of each beginning of a group."""
+    pairs: dict[Group, list[tuple[str, float]]] = {}
+    for group, c in GROUPED[key]():
+        for length in range(1, len(group) + 1):
+            pairs.setdefault(group[:length], []).append((c.source, c.error))
+    return {group: _of_pairs(pairs[group]) for group in sorted(pairs)}
 
 
 def summary() -> str:
     """The text of the file of the package, with what its views show."""
     out = io.StringIO()
     lines = csv.writer(out, lineterminator="\n")
-    lines.writerow(("answer", *ExpectedError._fields))
+    lines.writerow(("answer", "group", *ExpectedError._fields))
     for answer in ANSWERS:
-        count, *figures = errors(answer.key)
-        lines.writerow((answer.key, count, *(f"{value:.4f}" for value in figures)))
+        of_groups = groups(answer.key) if answer.key in GROUPED else {}
+        for group, (count, *figures, names) in [((), errors(answer.key)), *of_groups.items()]:
+            cells = count, *(f"{value:.4f}" for value in figures), "; ".join(names)
+            lines.writerow((answer.key, ", ".join(group), *cells))
     return out.getvalue()
 
 
@@ -287,7 +369,7 @@ FIGURES = ">Rows | >Error | >Median | >p90 | >Bias | >Lowest | >Highest"
 
 def figures(e: ExpectedError) -> list[str]:
     """The cells of `FIGURES`."""
-    return [f"{e.rows:,}", *map(share, (e.error, e.median, e.p90)), *map(signed, e[4:])]
+    return [f"{e.rows:,}", *map(share, (e.error, e.median, e.p90)), *map(signed, e[4:7])]
 
 
 def rows_by(compared: Iterable[Compared], by: Callable[[Compared], str]) -> list[Line]:
@@ -683,21 +765,48 @@ def index_page() -> str:
         by_source = rows_by(table(name), lambda c: c.source)
         linked = [[f"[{line[0]}]({slug(line[0])}.md)", *line[1:]] for line in by_source]
         lines += ["", f"## {title}", "", *markdown(f"Source | {FIGURES}", linked)]
-    lines += ["", "## By group", "", "- [Step times by group](by-group.md)"]
+    lines += ["", "## By group", "", "- [Errors by group](by-group.md)"]
     lines += ["- [Choices of layouts](layouts.md)", "", "```{toctree}", ":hidden:", ":glob:", ""]
     return "\n".join([*lines, "*", "```", ""])
 
 
 def groups_page() -> str:
-    """Step times by accelerator, precision, GPUs and tokens."""
+    """Step times by accelerator, precision, GPUs and tokens; times of servers."""
     steps = [c.prediction for c in table("training")]
-    lines = ["# Step times by group", ""]
-    lines += ["Rows below a tenth of the peak are a group of their own."]
+    lines = ["# Errors by group", "", *_ABOUT_GROUPS]
     for by in GROUPS:
-        groups = errors_by_group(steps, by)
+        columns = errors_by_group(steps, by)
         lines += ["", f"## By {by}", ""]
-        lines += markdown(" | >".join(groups.columns), groups.text_rows())
+        lines += markdown(" | >".join(columns.columns), columns.text_rows())
+    for key, (title, grouping) in SERVED.items():
+        lines += ["", f"## {title}, by {grouping}", ""]
+        whole = max(map(len, groups(key)))
+        listed = [
+            (", ".join(group), *figures(e), ", ".join(e.sources))
+            for group, e in groups(key).items()
+            if len(group) == whole
+        ]
+        lines += markdown(f"{grouping} | {FIGURES} | Sources", listed)
     return "\n".join([*lines, ""])
+
+
+_ABOUT_GROUPS = (
+    "`simulate`, `search` and `serve` print the errors of the group of their answer: a",
+    "step of training by accelerator, precision and kind, a step of inference by accelerator,",
+    "family of the model and precision of its weights, requests also by engine. If there are no",
+    "rows of that group, they say so, and print the errors of the same engine, family or",
+    "accelerator. Rows of training below a tenth of the peak are a group of their own.",
+)
+_ENGINE = "engine, accelerator, family, precision"
+SERVED = {
+    "decode": ("Time per token at a steady load", "accelerator, family, precision"),
+    "first-token": ("First token, few users", "accelerator, family, precision"),
+    "serve-tpot": ("Time per token of requests", _ENGINE),
+    "serve-ttft": ("First token of requests", _ENGINE),
+    "serve-rate": ("Output tokens per second", _ENGINE),
+    "serve-drafts": ("Time per token with multi-token prediction", _ENGINE),
+}
+"""Answers of inference whose groups are listed, with their titles."""
 
 
 def layouts_page() -> str:

@@ -33,11 +33,12 @@ from stagewright.searching.request import SearchRequest, search_request
 from stagewright.searching.run_file import printed_run_file, write_run_file
 from stagewright.searching.search import Estimator
 from stagewright.searching.search import search as search_candidates
-from stagewright.searching.simulated import Progress
+from stagewright.searching.simulated import Progress, step_of
 from stagewright.searching.space import Enumeration
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
 from stagewright.views import search as views
+from stagewright.views.accuracy import GroupError, error_of_step
 from stagewright.views.pages.search import page as html_page
 from stagewright.views.search import search_text
 
@@ -128,7 +129,14 @@ class Search(PublicResult):
                 for index, row in zip(ranking.listed.tolist(), best.rows, strict=True)
             ],
             "choices": [*map(known, views.choices(ranking).rows)] if ranking.best.size else [],
+            "accuracy": [of.to_dict() for of in self.accuracy()],
         }
+
+    def accuracy(self) -> list[GroupError]:
+        """Errors to expect of the time of the best, from published steps like it."""
+        if not self.ranking.best.size:
+            return []
+        return [error_of_step(step_of(self.ranking.candidates, self.index(1)))]
 
     def write(self, path: str | os.PathLike[str], row: int = 1) -> list[str]:
         """Write a file in the format of its suffix; returns the names of files.

@@ -60,6 +60,7 @@ from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
 from stagewright.views import search as search_views
 from stagewright.views import search_serving as views
+from stagewright.views.accuracy import GroupError, errors_of_serving
 from stagewright.views.pages.search import serving_search_page
 from stagewright.views.search_serving import serving_search_text
 
@@ -162,6 +163,7 @@ class ServingSearch(PublicResult):
             "load": self.load,
             "answer": self.describe(),
             "remarks": views.remarks(ranking),
+            "accuracy": [of.to_dict() for of in self.accuracy()],
             "layouts": len(ranking.rows),
             "candidates": ranking.candidates,
             "simulated": len(ranking.choices),
@@ -173,6 +175,10 @@ class ServingSearch(PublicResult):
             "aggregated": self.table("aggregated").rows,
             "disaggregated": self.table("disaggregated").rows,
         }
+
+    def accuracy(self) -> list[GroupError]:
+        """Errors to expect of the best: TPOT, TTFT and throughput of such servers."""
+        return errors_of_serving(self._choice(1).deployment.groups) if self.ranking.best else []
 
     def write(self, path: str | os.PathLike[str], row: int = 1) -> list[str]:
         """Write a file in the format of its suffix; returns the names of files.

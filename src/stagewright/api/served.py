@@ -43,6 +43,8 @@ from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.ownership import load as load_costs
 from stagewright.views import serving as views
+from stagewright.views.accuracy import GroupError, errors_of_serving
+from stagewright.views.deviations import known_of_serving
 from stagewright.views.pages.serving import serving_page
 from stagewright.views.perfetto import write_serving
 from stagewright.views.serving import group_words, layout_words, serving_notes, serving_text
@@ -100,7 +102,7 @@ class Serving(ServedRun, PublicResult):
 
     def text(self) -> Iterator[str | Table]:
         """Lines and tables of `stagewright serve`."""
-        return serving_text(self, self.group, self.slo, self.expense(), self.describe())
+        return serving_text(self, self.deployment.groups, self.slo, self.expense(), self.describe())
 
     def notes(self) -> list[str]:
         """Requests left out or cut short, and assumptions, in sentences."""
@@ -127,6 +129,10 @@ class Serving(ServedRun, PublicResult):
         """Name the workload, and the instances that served it."""
         groups = "; ".join(map(group_words, self.deployment.groups))
         return f"{self.outcome.workload.name}: {groups}"
+
+    def accuracy(self) -> list[GroupError]:
+        """Errors to expect of TPOT, TTFT and throughput, from rows of such a server."""
+        return errors_of_serving(self.deployment.groups)
 
     @property
     def interactivity(self) -> float:
@@ -162,6 +168,7 @@ class Serving(ServedRun, PublicResult):
             **self.summary.values(),
             "interactivity": self.interactivity,
             "expense": self.expense()._asdict(),
+            "accuracy": [of.to_dict() for of in self.accuracy()],
         }
 
     def _rows(self) -> Table:
@@ -173,7 +180,10 @@ class Serving(ServedRun, PublicResult):
         title = f"{self.group.instance.model.name}: {count} served"
         names = () if self.log is None else ("compared", "compared_rates")
         compared = [self.table(name, log=self.log) for name in names]
-        return serving_page(self, self.expense(), self.slo, title, self.describe(), compared)
+        return serving_page(
+            self, self.expense(), self.slo, title, self.describe(), compared,
+            [*known_of_serving(self.deployment.groups)],
+        )  # fmt: skip
 
 
 def _values(group: InstanceGroup) -> dict[str, Any]:

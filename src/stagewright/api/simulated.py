@@ -35,6 +35,7 @@ from stagewright.time.simulate.step import SimulatedStep, TracedStep
 from stagewright.time.simulate.step import simulate as simulate_step
 from stagewright.time.simulate.timeline import timeline
 from stagewright.views import step as views
+from stagewright.views.accuracy import GroupError, error_of_step
 from stagewright.views.advice import Remark, remarks
 from stagewright.views.pages.charts import of_step
 from stagewright.views.pages.html import Chart
@@ -83,6 +84,10 @@ class Simulation(SimulatedStep, PublicResult):
         """Remarks on the step, the most severe first, with known errors of predictions."""
         return remarks(self.compiled, self)
 
+    def accuracy(self) -> list[GroupError]:
+        """Errors to expect of the time, from published steps like this one."""
+        return [error_of_step(self)]
+
     @property
     def tables(self) -> Mapping[str, Callable[..., Table]]:
         """Functions of the tables, by name."""
@@ -101,7 +106,11 @@ class Simulation(SimulatedStep, PublicResult):
         """The object of `simulate --json`: seconds, bytes, shares of 1."""
         serves = self.compiled.run.mode != "train"
         memory = held_in_memory(self.compiled) if serves else {}
-        return super().to_dict() | {"remarks": [of._asdict() for of in self.remarks()]} | memory
+        known = {
+            "remarks": [of._asdict() for of in self.remarks()],
+            "accuracy": [of.to_dict() for of in self.accuracy()],
+        }
+        return super().to_dict() | known | memory
 
     def _json_rows(self) -> dict[str, Any]:
         return {}

@@ -78,6 +78,15 @@ def _family_of(name: str) -> str | None:
     return next((family for family in mentioned if name in _family(family)[1]), None)
 
 
+def family(name: str) -> str:
+    """Family of a model: the file that it is in, or its own name if it is no preset.
+
+    >>> family("llama3.1-8b"), family("mine")
+    ('llama', 'mine')
+    """
+    return _family_of(name) or name
+
+
 @cache
 def _model(name: str) -> ModelConfig:
     family = _family_of(name)

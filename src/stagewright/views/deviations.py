@@ -1,19 +1,23 @@
 """Where predictions of time are known to be off, and by how much: a table, a row for each.
 
 Each row says for which simulated steps it holds, and what was measured; its figures are those of
-`accuracy.expected`. Text, JSON and the page show the rows of a step beside its time, as notes of
-`advice.remarks`.
+`accuracy.expected`. Text, JSON and the page show the rows of a step beside its time, after the
+errors of all steps like it, as notes of `advice.remarks`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from stagewright.serving.deployment import InstanceGroup
 from stagewright.time.hardware import Hardware
 from stagewright.time.simulate.launches import launch_mode
 from stagewright.time.simulate.step import SimulatedStep
-from stagewright.views.accuracy import SOURCE, expected
+from stagewright.views.accuracy import error_of_step, errors_of_serving, expected
+
+SOURCE = "docs/accuracy/limits.md"
+"""The page that has the figures, with the rows that they are of."""
 
 FEW_TOKENS = 1024
 """Tokens of a microbatch on a rank of tp and cp, below which the host limits steps."""
@@ -38,21 +42,22 @@ class Deviation:
 
 
 def known(step: SimulatedStep) -> Iterator[str]:
+    """The errors to expect of a simulated step, and the sentences that hold for it."""
+    yield error_of_step(step).sentence
+    yield from known_deviations(step)
+
+
+def known_deviations(step: SimulatedStep) -> Iterator[str]:
     """The sentences that hold for a simulated step, each with its source."""
     for row in DEVIATIONS:
         if row.holds(step):
             yield f"{row.sentence} ({SOURCE})"
 
 
-def known_of_serving(*, disaggregated: bool) -> Iterator[str]:
-    """The sentences that hold for requests served over time, each with its source."""
-    e = expected()
-    yield (
-        f"Times per output token are off by {e['serve-tpot'].error:.0%} on average, times to the "
-        f"first token by {e['serve-ttft'].error:.0%}; p90 is {e['serve-tpot'].p90:.0%} and "
-        f"{e['serve-ttft'].p90:.0%}. ({SOURCE})"
-    )
-    if disaggregated:
+def known_of_serving(groups: Sequence[InstanceGroup]) -> Iterator[str]:
+    """The errors to expect of requests served over time, and what was never measured."""
+    yield from (errors.sentence for errors in errors_of_serving(groups))
+    if any(group.role == "prefill" for group in groups):
         yield (
             "Separate prefill and decode instances were never compared with a measurement. "
             f"({SOURCE})"
@@ -111,16 +116,6 @@ def _tokens_of_a_microbatch(step: SimulatedStep) -> float:
 # ---- the table -----------------------------------------------------------------------------------
 
 DEVIATIONS = (
-    Deviation(
-        lambda step: _trains(step) and not _experts(step),
-        "Steps of dense models are off by {e[train-dense].error:.0%} on average; p90 is "
-        "{e[train-dense].p90:.0%}.",
-    ),
-    Deviation(
-        lambda step: _trains(step) and _experts(step),
-        "Steps of mixtures of experts are off by {e[train-moe].error:.0%} on average, and "
-        "{e[train-moe].fast:.0%} fast.",
-    ),
     Deviation(
         lambda step: _experts(step) and step.compiled.run.ep > 1 and _several_racks(step),
         "All-reduces of 0.5 to 2 GB over twenty NVL72 racks are predicted {e[racks].fast:.0%} "

@@ -24,7 +24,7 @@ from stagewright.searching.space import Removed
 from stagewright.texttable import Table
 from stagewright.time.goodput import DAY
 from stagewright.time.hardware import Hardware
-from stagewright.views.accuracy import expected
+from stagewright.views.accuracy import error_of_step, expected
 from stagewright.views.advice import remarks
 
 UNTIL_STOPPED = "the best of what was simulated until then"
@@ -306,15 +306,14 @@ def tie(ranking: Ranking) -> str:
 
 
 def expected_error(ranking: Ranking) -> str:
-    """Sentence on the mean error of predicted steps."""
-    if ranking.candidates.base.run.mode != "train":
+    """Sentence on the error of the best step, and on what a choice among layouts loses."""
+    if not ranking.best.size:
         return ""
-    experts = ranking.candidates.model.num_experts > 0
-    share = expected()["train-moe" if experts else "train-dense"].error
-    what = "mixtures of experts" if experts else "dense models"
+    text = f"accuracy: {error_of_step(step_of(ranking.candidates, int(ranking.best[0]))).sentence}"
+    if ranking.candidates.base.run.mode != "train":
+        return text
     return (
-        f"steps of {what} were off by {share:.0%} on average where they were measured; layouts of "
-        "one job share most of that error: the one predicted best was "
+        f"{text}; layouts of one job share most of that error: the one predicted best was "
         f"{expected()['layout'].error:.1%} slower than the best, and 2% is a tie"
     )
 

@@ -118,6 +118,14 @@ def remarks(ranking: ServingRanking) -> list[str]:
     return notes
 
 
+def accuracy(ranking: ServingRanking) -> list[str]:
+    """Sentences on the errors to expect of the winner."""
+    if not ranking.best:
+        return []
+    groups = ranking.choices[ranking.best[0]].deployment.groups
+    return [f"Accuracy: {text}" for text in known_of_serving(groups)]
+
+
 def _share(share: float) -> str:
     """Share of requests, of which few that miss stay visible."""
     return f"{share:.0%}" if share < 0.9 or share == 1 else f"{math.floor(share * 1e3) / 10:.1f}%"
@@ -269,9 +277,7 @@ def serving_search_text(
         yield f"stopped: {UNTIL_STOPPED}"
     yield from remarks(ranking)
     yield from tables_of_best(ranking, limit)
-    if ranking.best:
-        notes = known_of_serving(disaggregated=bool(ranking.disaggregated))
-        yield from (f"note: Accuracy: {text}" for text in notes)
+    yield from (f"note: {text}" for text in accuracy(ranking))
     if why and len(removed):
         yield removed
     rules = plural(len(removed), "rule", "rules")

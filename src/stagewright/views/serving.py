@@ -15,6 +15,7 @@ from stagewright.serving.disaggregation import RemoteKvEngine
 from stagewright.serving.energy import ServingExpense
 from stagewright.serving.metrics import RequestLimits, RequestTimes, ServingSummary, Slo, Spread
 from stagewright.texttable import Table
+from stagewright.views.accuracy import decoding
 from stagewright.views.deviations import ESTIMATED, SOURCE, is_estimated, known_of_serving
 
 _TIMES = {
@@ -173,10 +174,15 @@ def layout_words(group: InstanceGroup) -> str:
 
 
 def serving_text(
-    run: ServedRun, group: InstanceGroup, slo: Slo, expense: ServingExpense, description: str
+    run: ServedRun,
+    groups: Sequence[InstanceGroup],
+    slo: Slo,
+    expense: ServingExpense,
+    description: str,
 ) -> Iterator[str | Table]:
-    """Requests over time; `group` is the first group that decodes."""
+    """Requests over time, served by groups of instances."""
     summary, workload = run.summary, run.outcome.workload
+    group = decoding(groups)
     yield f"{description}; {plural(summary.gpus, 'GPU', 'GPUs')}"
     tokens = quantity(group.num_blocks * group.instance.cache.block_size, "tokens")
     yield (
@@ -226,8 +232,7 @@ def serving_text(
     )
     if 1 < len(run.outcome.engines) <= MAX_ENGINES:
         yield per_engine(run)
-    disaggregated = run.outcome.handover is not None
-    yield from (f"note: Accuracy: {text}" for text in known_of_serving(disaggregated=disaggregated))
+    yield from (f"note: Accuracy: {text}" for text in known_of_serving(groups))
 
 
 def _limits(run: ServedRun, slo: Slo) -> str:
@@ -257,7 +262,7 @@ def _best_latencies(run: ServedRun, slo: Slo) -> Iterator[str]:
 def serving_notes(run: ServedRun, groups: Sequence[InstanceGroup]) -> Iterator[str]:
     """Notes on requests left out or cut short, and on assumptions."""
     summary = run.summary
-    group = next(group for group in groups if group.role != "prefill")
+    group = decoding(groups)
     for reason, count in summary.rejected.items():
         yield f"{plural(count, 'request', 'requests')} rejected: {reason}"
     if summary.shortened:

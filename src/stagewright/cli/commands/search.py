@@ -143,7 +143,7 @@ def _search_steps(
     from stagewright.searching import flags
     from stagewright.searching.request import search_request
     from stagewright.searching.simulated import step_of
-    from stagewright.views.deviations import known
+    from stagewright.views.deviations import known_deviations
     from stagewright.views.search import without_objective
 
     settings = _without_serving(settings)
@@ -174,8 +174,7 @@ def _search_steps(
     if nothing is not None:
         return _end_without_best(result, nothing, files)
     candidates = result.ranking.candidates
-    if candidates.model.num_experts:  # largest deviations from measured steps
-        output.show_notes(known(step_of(candidates, result.index(1))))
+    output.show_notes(known_deviations(step_of(candidates, result.index(1))))
     more: dict[str, Any] = {}
     errors: list[str] = []
     try:

@@ -261,7 +261,7 @@ def serving_search_page(of: ServingRanking, removed: Sequence[Removed], load: st
     head: list[Part] = [
         f"**{search_serving.answer(of)}**",
         *([Cards(cards)] if cards else []),
-        *_sentences([load, stopped, *search_serving.remarks(of)]),
+        *_sentences([load, stopped, *search_serving.remarks(of), *search_serving.accuracy(of)]),
     ]
     sections = [
         *([PageSection("front", "Tokens per GPU and per user", [chart], "Front")] if chart else []),

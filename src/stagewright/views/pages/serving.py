@@ -32,10 +32,11 @@ def serving_page(
     title: str,
     run: str,
     compared: Sequence[Table] = (),
+    known: Sequence[str] = (),
 ) -> str:
     """The page as HTML; `run` is what was served, and on what, in words.
 
-    `compared`: tables of a measured log next to this run.
+    `compared`: tables of a measured log next to this run. `known`: sentences on errors to expect.
     """
     times, summary = RequestTimes.of(served.outcome), served.summary
     measured = times.take(summary.window.measures(times.arrival))
@@ -47,6 +48,7 @@ def serving_page(
         Paragraph(f"**{summary.verdict}**", "verdict") if overloaded else summary.verdict,
         summary.measured_span,
         Cards(_cards(served, spent, slo)),
+        *(f"Accuracy: {text}" for text in known),
     ]
     distributions = [
         _distribution("Time to the first token", ttft, slo.ttft),
