@@ -17,7 +17,7 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from scipy.optimize import minimize
@@ -45,6 +45,7 @@ SYSTEMS = {
 DTYPES = {"bf16": ("bfloat16", 2), "fp8": ("fp8", 1), "fp4": ("nvfp4", 0.5625)}
 Rows = list[dict[str, str]]
 Constants = Mapping[str, float]
+Sizes = TypeVar("Sizes")
 
 
 def held_out(*key: object) -> bool:
@@ -71,7 +72,7 @@ def column(rows: Rows, name: str) -> np.ndarray:
 
 
 def fit(
-    start: Constants, predict: Callable[[Constants, Rows], np.ndarray], rows: Rows, y: np.ndarray,
+    start: Constants, predict: Callable[[Constants, Sizes], np.ndarray], rows: Sizes, y: np.ndarray,
     bounds: Mapping[str, tuple[float, float]], weights: np.ndarray | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Constants that make the mean absolute logarithmic error least; Nelder-Mead, restarted."""

@@ -32,7 +32,7 @@ from stagewright.time.roofline import (
 
 RECORDED = "recorded-kernels.csv"
 ITEM = {"bf16": 2, "fp8": 1, "fp4": 0.5625}
-"""Bytes of a value, with its share of a scale."""
+"""Bytes of a value, with its share of a scale of 16 values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +85,13 @@ def rows(source: str | None = None) -> list[KernelRow]:
 def _seconds(kernel: str, dtype: str, size: dict[str, int], on: Hardware) -> float:
     if kernel == "gemm":
         return _gemm(size, dtype, on)
-    if kernel == "attention":
-        return _attention(size, dtype, on)
+    if kernel in ("attention", "attention_backward"):
+        return _attention(size, dtype, on, backward=kernel == "attention_backward")
     if kernel == "moved":
         traffic, work = _arrays(size["bytes"], 0)
         return float(memory_seconds(traffic, work, on)[0])
-    if kernel == "experts":
-        return _experts(size, dtype, on)
+    if kernel in ("experts", "fused_experts"):
+        return _experts(size, dtype, on, fused=kernel == "fused_experts")
     if kernel == "cached_attention":
         return _cached_attention(size, dtype, on)
     if kernel == "engine_all_reduce":
@@ -118,23 +118,26 @@ def _arrays(*values: float) -> list[np.ndarray]:
 
 def _gemm(size: dict[str, int], dtype: str, on: Hardware) -> float:
     m, n, k = size["m"], size["n"], size["k"]
+    if size.get("blocks"):
+        on = on.for_inference(blocks=True)
     (traffic,) = _arrays(ITEM[dtype] * (m * k + k * n) + 2 * m * n)
     seconds = gemm_seconds(*_arrays(1, m, n, k), traffic=traffic, dtype=dtype, hardware=on)
-    if dtype == "fp8":  # the rows include the kernel that quantizes the activations
+    # Some rows include the kernel that quantizes the activations.
+    if size.get("cast", dtype == "fp8"):
         moved, work = _arrays(3 * m * k, m * k)
         seconds = seconds + memory_seconds(moved, work, on)
     return float(seconds[0])
 
 
-def _attention(size: dict[str, int], dtype: str, on: Hardware) -> float:
+def _attention(size: dict[str, int], dtype: str, on: Hardware, *, backward: bool) -> float:
     b, h, kv, q, k, d = (size[x] for x in ("batch", "heads", "kv_heads", "q", "k", "d"))
     shape = {"batch": b, "heads": h, "kv_heads": kv, "q": q, "k": k, "d": d, "v": d}
     shape |= {"causal": size.get("causal", 1), "window": 0}
     extents = {name: np.array([float(extent)]) for name, extent in shape.items()}
-    work = (2 if shape["causal"] else 4) * b * h * q * k * d
-    flops, traffic = _arrays(work, 4 * b * (q * h + k * kv) * d)
-    kernels = Kernels(extents, flops, traffic, dtype, np.array([False]))
-    return float(training_attention_seconds(kernels, on, backward=False)[0])
+    work = (5 if backward else 2) * (1 if shape["causal"] else 2) * b * h * q * k * d
+    flops, traffic = _arrays(work, (8 if backward else 4) * b * (q * h + k * kv) * d)
+    kernels = Kernels(extents, flops, traffic, dtype, np.array([backward]))
+    return float(training_attention_seconds(kernels, on, backward=backward)[0])
 
 
 def _cached_attention(size: dict[str, int], cache: str, on: Hardware) -> float:
@@ -155,9 +158,10 @@ def _engine_all_reduce(size: dict[str, int], on: Hardware) -> float:
     return float(direct_all_reduce(size["bytes"], size["gpus"], links, on.inference.all_reduce))
 
 
-def _experts(size: dict[str, int], dtype: str, on: Hardware) -> float:
-    sizes = (size[x] for x in ("tokens", "m", "f", "top_k", "experts", "etp", "ep"))
-    return float(experts_seconds(ExpertMLP(*_arrays(*sizes)), dtype=dtype, on=on)[0])
+def _experts(size: dict[str, int], dtype: str, on: Hardware, *, fused: bool) -> float:
+    sizes = (size.get(x, 1) for x in ("tokens", "m", "f", "top_k", "experts", "etp", "ep"))
+    seconds = fused_experts_seconds if fused else experts_seconds
+    return float(seconds(ExpertMLP(*_arrays(*sizes)), dtype=dtype, on=on)[0])
 
 
 class ExpertMLP(NamedTuple):
@@ -172,17 +176,32 @@ class ExpertMLP(NamedTuple):
     ep: Float
 
 
-def experts_seconds(mlp: ExpertMLP, *, dtype: str, on: Hardware) -> Float:
+def fused_experts_seconds(mlp: ExpertMLP, *, dtype: str, on: Hardware) -> Float:
+    """Seconds of AITER's two kernels of experts, chosen at random by each token.
+
+    The kernels copy rows and compute the activation within: without launches of their own.
+    """
+    experts = on.experts and on.experts.model_copy(update={"routing_us": 0, "routing_ns": 0})
+    within = on.model_copy(update={"kernel_launch_us": 0, "experts": experts})
+    busy = mlp.experts * (1 - (1 - mlp.top_k / mlp.experts) ** mlp.tokens)
+    return experts_seconds(mlp, dtype=dtype, on=within, busy=busy)
+
+
+def experts_seconds(
+    mlp: ExpertMLP, *, dtype: str, on: Hardware, busy: Float | None = None
+) -> Float:
     """Seconds of the experts' MLP on one rank.
 
     Tokens are sorted by expert and copied; gate and up are one product; then come the activation,
     the down product, and the sums of each token's copies. Inputs of products are in `dtype`, their
-    results in bf16; the kernels before products quantize.
+    results in bf16; the kernels before products quantize. `busy`: experts of the rank that have
+    tokens; None: as many as can be.
     """
     width = ITEM[dtype]
     tokens, h, top_k = mlp.tokens, mlp.hidden_size, mlp.top_k
     copies, f = tokens * top_k / mlp.ep, mlp.ffn_hidden_size / mlp.etp
-    busy = np.minimum(mlp.experts / mlp.ep, copies)
+    if busy is None:
+        busy = np.minimum(mlp.experts / mlp.ep, copies)
     rows = np.maximum(copies / busy, 1)  # of each busy expert
     up = width * (copies * h + busy * 2 * f * h) + 2 * copies * 2 * f
     down = width * (copies * f + busy * f * h) + 2 * copies * h

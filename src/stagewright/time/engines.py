@@ -136,6 +136,7 @@ def with_mixed_attention(
     if not batches:
         return seconds
     assert hardware.inference is not None
+    assert hardware.inference.cached_attention is not None
     launch = hardware.inference.cached_attention.launch_us * 1e-6
     cached = (Timing.CACHED_ATTENTION, Timing.SERVED_ATTENTION)
     attention = shape_mask(tasks, lambda shape: timing_of(shape.kernel) in cached)
@@ -200,6 +201,7 @@ def without_fused_launches(
         return seconds
     mask = partial(op_mask, tasks)
     writes = mask(lambda ops: "cache" in ops and ops <= {"bias", "norm", "rope", "cache"})
+    writes &= hardware.inference.cached_attention is not None  # else attention's time lacks them
     casts = mask(lambda ops: ops <= {"cast"})
     sums = mask(lambda ops: "add" in ops and ops <= {"bias", "add"})
     norms = mask(lambda ops: "norm" in ops and ops <= {"bias", "add", "norm", "cast"})

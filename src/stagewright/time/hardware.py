@@ -260,7 +260,8 @@ class InferenceFit(FigureBlock):
     """By precision, or `BLOCKS`; a precision without constants has training's."""
     experts_gemm: Mapping[str, InferenceGemmFit] = Field(default_factory=dict)
     """Of grouped products, with the rest of the constants of single ones."""
-    cached_attention: CachedAttentionFit
+    cached_attention: CachedAttentionFit | None = None
+    """None: attention over a cache is as fast as that of prompts, or as its keys are read."""
     all_reduce: DirectAllReduce | None = None
     routing_us: float | None = Field(ge=0, default=None)
     """Time of the kernels that sort tokens by expert; None: training's (`ExpertFit`)."""

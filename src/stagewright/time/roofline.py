@@ -72,7 +72,7 @@ def kernels_seconds(kernel: str, kernels: Kernels, hardware: Hardware) -> Float:
             return np.maximum(seconds, _unaligned_seconds(kernels, hardware))
         case Timing.TO_EXPERTS | Timing.FROM_EXPERTS:
             return _expert_copies(kernels, timing, hardware)
-        case Timing.CACHED_ATTENTION if hardware.inference is not None:
+        case Timing.CACHED_ATTENTION if hardware.inference and hardware.inference.cached_attention:
             return _cached_attention(kernels, hardware)
         case Timing.SERVED_ATTENTION | Timing.CACHED_ATTENTION:
             return _served_attention(kernels, hardware)
@@ -289,6 +289,7 @@ def cached_attention_seconds(
     """
     assert hardware.inference is not None
     fit = hardware.inference.cached_attention
+    assert fit is not None
     rate = _attention_peak(hardware, dtype) * hardware.attention.fraction / hardware.compute_units
     point = flops_per_point / rate + hardware.attention.softmax_ps * 1e-12
     queries_per_key = np.maximum(points / np.maximum(keys, 1), 1e-9)
@@ -350,17 +351,14 @@ class DecodeInPromptKernel(NamedTuple):
         `width` is that of key and value.
         """
         fit = hardware.inference.mixed_attention if hardware.inference else None
-        if fit is None or hardware.inference is None:
+        cached = hardware.inference.cached_attention if hardware.inference else None
+        if fit is None or cached is None:
             return None
         rate = (
             _attention_peak(hardware, "bf16") * hardware.attention.fraction / hardware.compute_units
         )
         point = (2 * width / rate + hardware.attention.softmax_ps * 1e-12) / fit.fraction
-        memory = (
-            hardware.memory_bandwidth_gb_s
-            * 1e9
-            * hardware.inference.cached_attention.memory_fraction
-        )
+        memory = hardware.memory_bandwidth_gb_s * 1e9 * cached.memory_fraction
         return cls(
             ROWS * point, fit.tile_us * 1e-6, fit.empty_us * 1e-6, heads / hardware.compute_units,
             2 * width * heads / sharing / memory, sharing - 1, fit.cache_mb * 1e6 / (2 * width),

@@ -64,7 +64,10 @@ def known_of_serving(groups: Sequence[InstanceGroup]) -> Iterator[str]:
         )
 
 
-ESTIMATED = "Constants of hardware of AMD, Google, Intel and AWS are estimates but for the peaks."
+ESTIMATED = (
+    "Constants of hardware of AMD, Google, Intel and AWS are estimates but for the peaks, and for "
+    "the kernels of MI300X and MI355X."
+)
 """Note on a step, or on serving, on hardware without measured constants."""
 
 

@@ -46,7 +46,7 @@ def test_figures_that_are_none(tmp_path: Path, text: str, words: str):
 def test_products_have_constants_for_bf16(tmp_path: Path):
     """Those of all data types that have none of their own."""
     path = tmp_path / "mine.yaml"
-    known = (ROOT / "src/stagewright/data/hardware/mi300x.yaml").read_text()
+    known = (ROOT / "src/stagewright/data/hardware/mi250x.yaml").read_text()
     path.write_text(known.replace("  bf16:\n", "  bf17:\n"))
     with pytest.raises(UserError, match=r"unknown key 'gemm.bf17'; did you mean 'bf16'"):
         hardware.resolve(path)
