@@ -14,6 +14,7 @@ from stagewright.version import __version__
 
 if TYPE_CHECKING:
     from stagewright.api.calibrated import Calibration, calibrate
+    from stagewright.api.changes import Changes, diff
     from stagewright.api.compared import Comparison, compare
     from stagewright.api.compiled import Compiled, compile
     from stagewright.api.experiments import load_run, read_launch
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Bundle",
     "Calibration",
+    "Changes",
     "Comparison",
     "Compiled",
     "ModelConfig",
@@ -49,6 +51,7 @@ __all__ = [
     "calibrate",
     "compare",
     "compile",
+    "diff",
     "from_torch",
     "generate",
     "load_run",
@@ -66,6 +69,7 @@ __all__ = [
 _HOME = {
     "Bundle": "trace.formats.bundle",
     "Calibration": "api.calibrated",
+    "Changes": "api.changes",
     "Comparison": "api.compared",
     "Compiled": "api.compiled",
     "ModelConfig": "model.config",
@@ -80,6 +84,7 @@ _HOME = {
     "calibrate": "api.calibrated",
     "compare": "api.compared",
     "compile": "api.compiled",
+    "diff": "api.changes",
     "from_torch": "imports.sources",
     "generate": "api.generated",
     "load_run": "api.experiments",

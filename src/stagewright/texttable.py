@@ -15,6 +15,7 @@ import csv
 import html
 import io
 import itertools
+import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -169,6 +170,13 @@ class Table:
     def _repr_html_(self) -> str:
         return STYLE + self.html(SHOWN)
 
+    def markdown(self) -> str:
+        """The table as Markdown of GitHub, below its title."""
+        marks = ["---:" if self.is_number(name) else "---" for name in self.columns]
+        head, *rows = [[*map(escaped, row)] for row in ([*self.columns], *self.text_rows())]
+        lines = [f"| {' | '.join(row)} |" for row in (head, marks, *rows)]
+        return "\n".join([f"**{self.title}**", "", *lines])
+
     def to_csv(self) -> str:
         """The unformatted values as CSV, with a row of names first."""
         text = io.StringIO()
@@ -176,6 +184,12 @@ class Table:
         writer.writerow(self.columns)
         writer.writerows(zip(*self.columns.values(), strict=True))
         return text.getvalue()
+
+
+def escaped(text: str) -> str:
+    """Text that Markdown shows as it is, in one line; `@name` calls nobody."""
+    text = re.sub(r"[\\`*{}\[\]<>|~]|(?<!\w)_|_(?!\w)", r"\\\g<0>", " ".join(text.split()))
+    return text.replace("@", "@&#8203;")
 
 
 def print_table(table: Table, console: Console, title_style: str = "italic") -> None:

@@ -14,6 +14,7 @@ functions; a module imports what its own function needs, so that traces are writ
   `simulated` (`simulate`, `report`), `searched` (`search`).
 - Requests over time: `served` (`serve`) and `searched_serving` (`search_serving`). They read
   `workloads`, `deployment` and `stages` from settings, of which files hold lists (`rows`).
+- Two runs beside each other: `changes` (`diff`).
 - Recorded steps: `calibrated`, `compared` and `replayed`.
 - `result` is the base of all that is returned: text, tables, JSON and files.
 """

@@ -148,6 +148,12 @@ def serving_options(command: _Command) -> _Command:
     return command
 
 
+def diff_settings(command: _Command) -> _Command:
+    """Add every setting of a run and of serving, without a model and a run file."""
+    command.__dict__["settings"] = _of_diff
+    return command
+
+
 def search_settings(command: _Command) -> _Command:
     """Add every setting, as a list or a range; those of serving are for `search --serve`."""
     command.__dict__["settings"] = _of_searches
@@ -224,6 +230,26 @@ def _of_serving() -> list[click.Parameter]:
         if parameter.name not in excluded and not taken & {*parameter.opts}
     ]
     return [*others[:3], *own, *others[3:]]
+
+
+def _of_diff() -> list[click.Parameter]:
+    from stagewright.run.sections.serving import SERVING
+
+    load = [option_of(of) for of in SERVING.values()]
+    taken = _names(load)
+    common = frozenset({"hardware", "gpus", "nodes", "price", "costs", "tokens"})
+    _, _, *others = _of_experiment(common, option_of)  # without MODEL and --config
+    for option in (*load, *others):
+        if isinstance(option, SectionOption) and not option.common:
+            option.common = option.name in (
+                "set",
+                "ignore_unknown",
+                "rate",
+                "concurrency",
+                "isl",
+                "osl",
+            )
+    return [*(of for of in others if not taken & {*of.opts}), *load]
 
 
 def _of_searches() -> list[click.Parameter]:

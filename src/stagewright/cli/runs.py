@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,8 @@ def launch_file(context: click.Context) -> None:
     """If MODEL is a launch file, use it as the run file; show what was read."""
     from stagewright.launch import files
 
+    if "config" not in context.params:  # `diff`, whose two files get the same values
+        return
     variables, ignores = context.meta.get(_VARIABLES, {}), context.meta.get(_IGNORES, False)
     model, config = context.params.get("model"), context.params.get("config")
     name = next((each for each in (config, model) if each and files.find(each)), None)
@@ -77,6 +79,34 @@ def launch_file(context: click.Context) -> None:
         context.params |= {"config": full, "model": None if name == model else model}
     else:
         context.params["model"] = full
+
+
+def with_variables(names: Sequence[str]) -> list[str]:
+    """Launch files with the values of `--set`, where they have none behind their names.
+
+    A variable that one file names is none of those that do not: scripts change their variables.
+    """
+    from stagewright.files import read_text
+    from stagewright.launch import files
+
+    meta = click.get_current_context().meta
+    given, ignores = meta.get(_VARIABLES, {}), meta.get(_IGNORES, False)
+    paths = {name: files.find(name) for name in names}
+    if (given or ignores) and not any(paths.values()):
+        raise UserError("--set and --ignore-unknown are of launch files; name some")
+    texts = {path: read_text(path, "a launch script") for path in paths.values() if path}
+    named = {key: [path for path in texts if key in texts[path]] for key in given}
+    made: list[str] = []
+    for name in names:
+        own = {pair.partition("=")[0] for pair in name.partition("?")[2].split("&")}
+        values = {
+            key: text
+            for key, text in given.items()
+            if key not in own and ("-" in key or not named[key] or paths[name] in named[key])
+        }
+        with_all = files.with_variables(name, values, ignore_unknown=ignores)
+        made.append(with_all if paths[name] else name)
+    return made
 
 
 def hardware_of(experiment: Experiment) -> str:

@@ -137,7 +137,7 @@ def _check_argument(word: str, command: click.Command) -> None:
         raise UserError(no_such_option(word, command))
     name, equals, value = word.partition("=")
     option = nearest_option("--" + name, command) if equals and not word.startswith("-") else None
-    if option is not None and "/" not in name:
+    if option is not None and "/" not in name and "?" not in name:
         raise UserError(f"{word}: a setting is an option here: {option} {value}")
 
 

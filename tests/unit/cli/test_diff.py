@@ -1,0 +1,189 @@
+"""`stagewright diff` of runs: what differs, figures of both, exit codes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import stagewright as sw
+from stagewright.cli import main as cli
+
+SCRIPT = """\
+#!/bin/bash
+torchrun --nproc_per_node 4 pretrain_gpt.py --num-layers 2 --hidden-size 256 \\
+  --num-attention-heads 4 --ffn-hidden-size 1024 --vocab-size 1024 --seq-length 128 \\
+  --max-position-embeddings 128 --micro-batch-size 1 --global-batch-size 8 --bf16 \\
+  --tensor-model-parallel-size ${TP:-1} --lr 3e-4 --attention-dropout 0 --hidden-dropout 0
+"""
+SERVER = """\
+vllm serve meta-llama/Llama-3.1-8B-Instruct --tensor-parallel-size 1 --max-num-seqs 8 &
+vllm bench serve --random-input-len 128 --random-output-len 16 --max-concurrency $CONC \\
+  --num-prompts 16
+"""
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    def run(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["diff", *words, "--hardware", "h100-sxm"])
+        assert isinstance(caught.value.code, int)
+        return caught.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("old.sh").write_text(SCRIPT)
+    Path("serve.sh").write_text(SERVER)
+    return tmp_path
+
+
+def edited(name: str, old: str, new: str) -> str:
+    """A copy of a file with another text in one place."""
+    text = Path(name).read_text()
+    assert old in text
+    Path("new.sh").write_text(text.replace(old, new))
+    return "new.sh"
+
+
+def test_figures_are_those_of_simulate(scripts: Path, call: Call):
+    code, out, _ = call("old.sh", edited("old.sh", "${TP:-1}", "2"), "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert [(row["setting"], row["old"], row["new"]) for row in found["settings"]] == [
+        ("tp", 1, 2),
+        ("dp", 4, 2),
+    ]
+    assert not found["model"]
+    old, new = (sw.simulate(name, "h100-sxm") for name in ("old.sh", "new.sh"))
+    figures = {row["figure"]: row for row in found["figures"]}
+    for name, of in {
+        "step": lambda step: step.seconds,
+        "MFU": lambda step: step.mfu,
+        "peak memory": lambda step: step.peak_memory,
+        "USD per million tokens": lambda step: step.expense().usd_per_million_tokens,
+    }.items():
+        assert (figures[name]["old"], figures[name]["new"]) == (of(old), of(new))
+    assert figures["step"]["change"] == pytest.approx(new.seconds / old.seconds - 1)
+    assert found["slowdown"] == pytest.approx(new.seconds / old.seconds - 1)  # of equal batches
+
+
+def test_bytes_of_an_axis(scripts: Path, call: Call):
+    """Two all-reduces of the residual stream forward, two backward, and those of the two ends."""
+    found = sw.diff("old.sh?TP=2", "old.sh?TP=4", "h100-sxm")
+    by_axis = {row["axis"]: row for row in found.table("communication").rows}
+    step = sw.simulate("old.sh?TP=2", "h100-sxm")
+    (of_class,) = step.compiled.to_dict()["rank_classes"]
+    wanted = sum(row["bytes"] for row in of_class["collectives"] if row["axis"] == "tp")
+    assert by_axis["tp"]["bytes old"] == wanted
+    assert by_axis["tp"]["busy old"] == step.mean.communication["tp"]
+
+
+def test_nothing_changes(scripts: Path, call: Call):
+    Path("old.sh").write_text(SCRIPT.replace("#!/bin/bash", "#!/bin/bash\n# a comment"))
+    code, out, _ = call("old.sh", edited("old.sh", "--lr 3e-4", "--lr 1e-4"))
+    assert code == 0
+    assert "no change in what the step is; 1 flag differs without effect" in out
+    assert "--lr  3e-4  1e-4" in out
+    assert "step  " not in out  # nothing is simulated
+    assert call("old.sh", "old.sh")[1].endswith("no change in what the step is\n")
+
+
+def test_parts_of_the_model(scripts: Path):
+    found = sw.diff("old.sh", edited("old.sh", "--num-layers 2", "--num-layers 4"), "h100-sxm")
+    assert found.table("model").rows == [{"part": "num_layers", "old": "2", "new": "4"}]
+    assert found.slowdown > 0.5
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("old.sh?TP=4", "old.sh", "--max-slowdown", "5"), 0, ""),
+        (("old.sh", "old.sh?TP=4", "--max-slowdown", "5"), 1, "allowed are 5%"),
+        (("llama3-8b?tp=8", "llama3-8b", "--max-slowdown", "5"), 3, "does not fit"),
+        (("llama3-8b", "llama3-8b?tp=8", "--layers", "2"), 0, ""),
+        (("llama3-8b?tp=8", "llama3-8b", "--allow-oom"), 0, ""),
+    ],
+)
+def test_exit_codes(scripts: Path, call: Call, words: tuple[str, ...], code: int, said: str):
+    got, _, err = call(*words)
+    assert got == code
+    assert said in err
+
+
+def test_small_difference(scripts: Path, call: Call):
+    out = call("old.sh", "old.sh", "--lr-decay-iters", "3")[1]
+    assert "no change" in out
+    found = sw.diff("llama3-8b?micro_batch_size=1", "llama3-8b?micro_batch_size=2", "h100-sxm",
+                    layers=2, global_batch_size=2)  # fmt: skip
+    assert abs(found.slowdown) < 0.02
+    assert "below 2% does not say which is faster" in found.verdict
+
+
+def test_servers(scripts: Path, call: Call):
+    _, out, _ = call("serve.sh", "serve.sh?tensor-parallel-size=2", "--set", "CONC=4", "--json")
+    found = json.loads(out)
+    assert [row["setting"] for row in found["settings"]] == ["tp"]
+    one = sw.serve("serve.sh?CONC=4", "h100-sxm").summary
+    two = sw.serve("serve.sh?CONC=4", "h100-sxm", tp=2).summary
+    figures = {row["figure"]: (row["old"], row["new"]) for row in found["figures"]}
+    assert figures["requests/s"] == (one.request_rate, two.request_rate)
+    assert figures["TTFT, mean"] == (one.ttft.mean, two.ttft.mean)
+    assert found["slowdown"] == pytest.approx(two.e2e.mean / one.e2e.mean - 1)
+    assert "output tokens/s per GPU" in found["verdict"]  # of another number of GPUs
+
+
+def test_markdown(scripts: Path, call: Call):
+    name = edited("old.sh", "--lr 3e-4", "--lr '@team|<b>'")
+    _, out, _ = call("old.sh", f"{name}?TP=2", "--markdown")
+    assert out.startswith("**New is ")
+    assert "\n| tp | 1 | 2 |\n" in out
+    assert "| @&#8203;team\\|\\<b\\> |" in out
+    tables = [line for line in out.splitlines() if line.startswith("|")]
+    assert {line.count("|") - line.count("\\|") for line in tables} == {4, 5, 8}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("old.sh", "serve.sh", "--set", "CONC=4"), "wanted two of a kind"),
+        (("old.sh", "absent.sh"), "absent.sh: there is no such file"),
+        (("old.sh", "empty.sh"), "new: empty.sh: starts nothing"),
+        (("old.sh", "old.sh", "--set", "X=1"), "has no variable X"),
+        (("old.sh", "old.sh?tp=3"), "new: "),
+        (("old.sh", "old.sh", "--rate", "3"), "rate is of requests over time"),
+        (("serve.sh", "serve.sh"), "old: serve.sh: CONC"),
+        (("gpt2", "gpt2", "--set", "X=1"), "name some"),
+        (("lama3-8b", "gpt2"), "llama3-8b"),
+        ((".", "gpt2"), ". holds traces"),
+        (("gpt2", "gpt2?tp=2", "--json", "--markdown"), "exclude each other"),
+        (("old.sh", "serve.sh", "--set", "X=1"), "old.sh: has no variable X"),
+    ],
+)
+def test_errors(scripts: Path, call: Call, words: tuple[str, ...], said: str):
+    Path("empty.sh").write_text("#!/bin/bash\necho nothing\n")
+    code, out, err = call(*words)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_run_files(scripts: Path):
+    Path("run.yaml").write_text("model: gpt2\nparallelism: {tp: 2}\nhardware: h100-sxm\n")
+    found = sw.diff("run.yaml", "run.yaml?tp=4", layers=4, seq_length=64)
+    assert [(row["setting"], row["old"], row["new"]) for row in found.table("settings").rows] == [
+        ("tp", "2", "4")
+    ]
+
+
+def test_values_of_one_side_alone(scripts: Path, call: Call):
+    """`--set` gives a variable to the file that has it; what stands behind a name wins."""
+    new = edited("old.sh", "${TP:-1}", "$SIZE")
+    _, out, _ = call("old.sh?TP=4", new, "--set", "SIZE=2", "--set", "TP=8", "--json")
+    assert [json.loads(out)["settings"][0][side] for side in ("old", "new")] == [4, 2]
