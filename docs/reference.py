@@ -1,4 +1,4 @@
-"""Writes the pages of docs/reference/ out of the code: `python docs/reference.py`.
+"""Writes docs/reference/ out of the code, pages and a JSON schema: `python docs/reference.py`.
 
 Sphinx runs it before it reads the pages, so that they are never older than the code.
 """
@@ -22,6 +22,7 @@ import click
 
 if TYPE_CHECKING:
     from stagewright.graph.node import Node
+    from stagewright.launch.names import OtherName
     from stagewright.run.sections.declare import Setting
 
 HERE = Path(__file__).parent / "reference"
@@ -35,6 +36,7 @@ def write() -> None:
             old.unlink()
     for name, page in PAGES.items():
         (HERE / f"{name}.md").write_text(page(), encoding="utf-8")
+    (HERE / "run.schema.json").write_text(run_schema(), encoding="utf-8")
 
 
 # ---- text ----------------------------------------------------------------------------------------
@@ -144,6 +146,115 @@ def _more(setting: Setting) -> str:
     parts += [f"also `--{name}`" for name in setting.names]
     parts += [f"`--{name}`: {text_of(value)}" for name, value in setting.switches.items()]
     return "; ".join(parts)
+
+
+# ---- the schema of run files ---------------------------------------------------------------------
+
+
+def run_schema() -> str:
+    """JSON schema of run files: settings flat or by section, by our names or those of other tools.
+
+    Draft 7, which editors know. Types and ranges are those that pydantic reads of the settings.
+    """
+    from stagewright.launch.names import OTHERS
+    from stagewright.run.sections import EXPERIMENT, SECTIONS
+
+    settings, definitions = _settings_schema()
+    flat = _object(("model", *EXPERIMENT), "Run file of Stagewright")
+    sections = {
+        key: _object((name for name, of in EXPERIMENT.items() if of.section == key), title)
+        for key, (title, _) in SECTIONS.items()
+    }
+    sections["model"]["properties"]["model"] = {"$ref": "#/definitions/model"}
+
+    def add(names: Sequence[str], section: str, value: Mapping[str, Any]) -> None:
+        """Spellings of a name: flat, in its section, or in a section of torchtitan."""
+        if not names:
+            return
+        for place in (flat, sections[section]) if section else (flat,):
+            place["patternProperties"][_spellings(names)] = value
+        for theirs, dot, key in (name.rpartition(".") for name in names):
+            if dot:
+                place = sections.setdefault(theirs, _object((), "A section of torchtitan"))
+                place["patternProperties"][_spellings([key])] = value
+
+    for name, of in EXPERIMENT.items():
+        own = [name] if "_" in name else []
+        add([*own, *of.names], of.section, {"$ref": f"#/definitions/{name}"})
+        add([*of.switches], of.section, {"type": ["boolean", "null"]})
+    for of in OTHERS.values():
+        add([of.name, *of.names], "", _other_schema(of))
+    for key, section in sections.items():
+        of_both = key in flat["properties"]  # a setting has the name of its section
+        either = {"anyOf": [{"$ref": f"#/definitions/{key}"}, section]}
+        flat["properties"][key] = either if of_both else section
+    head = {"$schema": "http://json-schema.org/draft-07/schema#"}
+    return json.dumps(head | flat | {"definitions": settings | definitions}, indent=1) + "\n"
+
+
+def _object(names: Iterable[str], title: str) -> dict[str, Any]:
+    """Schema of settings by name, and of nothing else."""
+    return {
+        "title": title,
+        "type": "object",
+        "properties": {name: {"$ref": f"#/definitions/{name}"} for name in names},
+        "patternProperties": {},
+        "additionalProperties": False,
+    }
+
+
+def _spellings(names: Iterable[str]) -> str:
+    """A pattern of names, in which dashes, underscores and dots are equal."""
+    each = dict.fromkeys(re.sub("[-_.]", "[-_.]", name) for name in names)
+    return f"^({'|'.join(each)})$"
+
+
+def _settings_schema() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The schema of each setting, and the definitions that these name."""
+    from pydantic import TypeAdapter
+
+    from stagewright.run.sections import EXPERIMENT
+    from stagewright.run.sections.cluster import ClusterSection
+    from stagewright.run.sections.execution import Execution
+    from stagewright.run.settings import Run
+
+    settings: dict[str, Any] = {}
+    definitions: dict[str, Any] = {}
+    for of_class in (Run, ClusterSection, Execution):
+        whole = TypeAdapter(of_class).json_schema(ref_template="#/definitions/{model}")
+        definitions |= whole.get("$defs", {})
+        for name, of in whole["properties"].items():
+            if name in EXPERIMENT:
+                settings[name] = _setting_schema(EXPERIMENT[name], of)
+    settings["expert_load"] = {
+        "description": EXPERIMENT["expert_load"].text
+    }  # numbers, lists, a path
+    text = "Preset (see `stagewright models`), path of a config.json, or id of the hub."
+    settings["model"] = {"type": "string", "description": text}
+    definitions["Group"] = {"type": "object"}  # a row of requests, whose keys have other names, too
+    return settings, definitions
+
+
+def _setting_schema(setting: Setting, read: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run file may say of a setting: what pydantic reads, and text that stands for it."""
+    ways = [dict(way) for way in read.get("anyOf", [read])]
+    for way in ways:
+        way.pop("title", None)
+        way.pop("default", None)
+        if "enum" in way:
+            way["enum"] = [*dict.fromkeys([*way["enum"], *setting.same_words])]
+    if setting.kind in (str, tuple, frozenset) and {"type": "string"} not in ways:
+        ways.append({"type": "string"})  # `15T`, `50ms`, or the items of a list between commas
+    value = ways[0] if len(ways) == 1 else {"anyOf": ways}
+    return {"description": setting.text, **value}
+
+
+def _other_schema(of: OtherName) -> dict[str, Any]:
+    """What a run file may say of an option of another tool."""
+    if isinstance(of.kind, tuple):
+        return {"description": of.help, "enum": [*of.kind]}
+    kinds = {bool: ["boolean", "null"], int: "integer", str: "string"}
+    return {"description": of.help, "type": kinds[of.kind]}
 
 
 # ---- Python --------------------------------------------------------------------------------------

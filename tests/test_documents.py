@@ -291,6 +291,11 @@ def test_the_reference_is_current(request: pytest.FixtureRequest):
     assert old == [], "run python docs/reference.py"
 
 
+def test_the_schema_of_run_files_is_current():
+    text = (ROOT / "docs/reference/run.schema.json").read_text(encoding="utf-8")
+    assert module("docs/reference.py").run_schema() == text, "run python docs/reference.py"
+
+
 def test_the_reference_has_the_ops_of_texts():
     page = module("docs/reference.py")._ops_of_texts()
     listed = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
