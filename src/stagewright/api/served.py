@@ -32,6 +32,7 @@ from stagewright.run.sections.serving import (
     by_own_names,
 )
 from stagewright.serving.capture import first_engine, step_at
+from stagewright.serving.command_lines import command_lines
 from stagewright.serving.compare_log import compare, compare_rates, measured_run
 from stagewright.serving.deployment import Deployment, InstanceGroup, ServedRun, slo_of
 from stagewright.serving.energy import ServingExpense, serving_expense
@@ -107,6 +108,10 @@ class Serving(ServedRun, PublicResult):
     def notes(self) -> list[str]:
         """Requests left out or cut short, and assumptions, in sentences."""
         return [*serving_notes(self, self.deployment.groups)]
+
+    def commands(self, engine: str) -> list[str]:
+        """Command lines with which `engine` (vllm, sglang or trtllm) serves so; `#`: comments."""
+        return command_lines(self.deployment, engine)
 
     def step(self, seconds: float, engine: int = 0, *, instance: int | None = None) -> CompiledRun:
         """The step that an engine ran at a time since the run began, or last before.

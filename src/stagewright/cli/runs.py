@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from stagewright.cli.output import show_notes
-from stagewright.errors import UserError
+from stagewright.errors import UserError, either
+from stagewright.printable import printable
 
 if TYPE_CHECKING:
     from stagewright.executors import RayCluster
@@ -37,6 +38,19 @@ def load_experiment(
 
 
 # ---- launch files of other tools -----------------------------------------------------------------
+
+
+def tool_of(model: str | None, name: str | None, tools: Collection[str]) -> str | None:
+    """The tool that `--as` names; None: the name is a model's family, or absent."""
+    from stagewright.model.presets import PRESETS
+
+    if name is not None and name not in tools and model in PRESETS:
+        raise UserError(
+            f"--as {printable(name)}: wanted {either(tools)}, whose files are written; a model's "
+            f"family is for config.json files, and {model} is a preset"
+        )
+    return name if name in tools else None
+
 
 _VARIABLES, _IGNORES = "stagewright.set", "stagewright.ignore_unknown"
 

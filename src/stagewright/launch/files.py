@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from stagewright.errors import UserError, either
 from stagewright.files import from_json, from_yaml, open_regular, read_text
-from stagewright.launch import alignment, megatron, recipes, servers, shell
+from stagewright.launch import alignment, megatron, recipe_functions, recipes, servers, shell
 from stagewright.launch.reading import LaunchFile, LaunchSource, Tool
 from stagewright.launch.shell import ShellCommand, shown
 from stagewright.model.config import ModelConfig
@@ -36,7 +36,7 @@ TOOLS: tuple[Tool, ...] = (
 """All tools; the first one that knows a file reads it."""
 
 _IGNORE = "ignore-unknown"
-_OTHERS = (".stg", ".etb", ".csv", ".py", ".md", ".rst", ".html")
+_OTHERS = (".stg", ".etb", ".csv", ".md", ".rst", ".html")
 """Ends of names of files that may quote flags and are no launch files."""
 _FLAG = re.compile(r"(?:^|[\s(\"'])--?[A-Za-z][\w.-]*(?=[\s=\"')\\]|$)")
 _DATA = re.compile(r"""---|[\[{]|["']?[\w.-]+["']?\s*:(\s|$)|["']?[\w.-]+["']?\s+=\s""")
@@ -79,12 +79,12 @@ def _is_launch_file(path: str, _: int) -> bool:
             text = stream.read(shell.MOST_BYTES + 1).decode("utf-8", "replace")
     except OSError:
         return False
-    if _is_script(text):
+    if not path.endswith(".py") and _is_script(text):
         return True
     marks = (mark for tool in TOOLS for mark in tool.marks)
     if len(text) > shell.MOST_BYTES or not any(mark in text for mark in marks):
         return False
-    format_, data = _data(path, text)
+    format_, data = _data(path, text, None)
     return _claimed(LaunchSource(path, text, None, data, format=format_)) is not None
 
 
@@ -104,9 +104,13 @@ def _is_script(text: str) -> bool:
     return any(_FLAG.search(line.partition(" #")[0]) for line in lines)
 
 
-def _data(path: str, text: str) -> tuple[str, dict[str, Any] | None]:
-    """Format and content of a file of data; None for no mapping."""
+def _data(
+    path: str, text: str, variables: Mapping[str, str] | None
+) -> tuple[str, dict[str, Any] | None]:
+    """Format and content of a file of data, None for no mapping; without variables of a part."""
     format_ = "yaml"
+    if path.endswith(".py"):
+        return "python", recipe_functions.keys_of(text, path, variables)
     try:
         if text.lstrip().startswith("{"):
             format_, value = "json", from_json(text, path)
@@ -189,10 +193,11 @@ def _read(path: str, given: tuple[tuple[str, str], ...], ignores: bool, _: int) 
     text = read_text(path, "a launch script", shell.MOST_BYTES)
     more = [part for k, v in given if "-" in k for part in ("--" + k.lstrip("-"), v) if part]
     script, data, format_ = None, None, "shell"
-    if _is_script(text):
-        script = shell.read(text, path, {k: v for k, v in given if "-" not in k})
+    variables = {k: v for k, v in given if "-" not in k}
+    if not path.endswith(".py") and _is_script(text):
+        script = shell.read(text, path, variables)
     else:
-        format_, data = _data(path, text)
+        format_, data = _data(path, text, variables)
     source = LaunchSource(path, text, script, data, tuple(more), ignores, format_)
     if (claimed := _claimed(source)) is None:
         raise UserError(f"{path}: {_why_not(script)}")

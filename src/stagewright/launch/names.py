@@ -220,15 +220,28 @@ def written(tool: str, setting: str, value: str) -> tuple[str, ...] | None:
     rows = [row for row in {id(r): r for r in table(tool).values()}.values()
             if row.setting == setting]  # fmt: skip
     ranked = sorted(rows, key=lambda row: (bool(row.note), row.ours != setting))
+    wanted = value_of(value)
     for row in sorted(ranked, key=lambda row: canonical(row.flag) != setting):
         constant = row.ours[len(setting) + 1 :]
         if row.values == "0":
-            if value == (constant or "True"):
+            if wanted == value_of(constant or "true"):
                 return (row.flag,)
+            if wanted is False and not constant:
+                return (f"no-{row.flag}",)
         elif not constant:
-            theirs = next((word for word, ours in row.words.items() if ours == value), value)
-            return row.flag, theirs
+            pairs = [*row.words.items()][::-1]
+            words = {value_of(ours): theirs for theirs, ours in pairs if _is_value(ours)}
+            if wanted in words:
+                return row.flag, words[wanted]
+            is_number = isinstance(wanted, int | float) and not isinstance(wanted, bool)
+            if is_number or not (words or any("=" in word for word in row.words.values())):
+                return row.flag, value
     return None
+
+
+def _is_value(word: str) -> bool:
+    """True for a value of ours, which a row gives for a word of theirs."""
+    return word != "" and word[0] not in "!?~-" and "=" not in word
 
 
 # ---- options of which nothing follows ------------------------------------------------------------

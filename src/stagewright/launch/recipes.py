@@ -28,6 +28,7 @@ from stagewright.launch.reading import (
 )
 from stagewright.launch.shell import ShellCommand
 from stagewright.launch.tables import canonical, row_of, table
+from stagewright.model.presets import PRESETS
 
 _NOTHING = ShellCommand((), 1)
 """What a file of data starts."""
@@ -57,6 +58,8 @@ def _torchtitan_command(source: LaunchSource) -> ShellCommand | None:
     if source.format == "toml" and source.data is not None:
         sections = {"training", "parallelism"} & source.data.keys()
         return _NOTHING if sections and "model" in source.data else None
+    if source.format == "python":
+        return _NOTHING if source.data is not None else None
     if source.script is None:
         return None
     rows = table("torchtitan")
@@ -73,7 +76,10 @@ def _read_torchtitan(source: LaunchSource, command: ShellCommand) -> LaunchFile:
     given = [*parse(command.words, [table("torchtitan")])]
     given = [flag for flag in given if "." in flag.name]
     config = next((f.values[0] for f in given if f.name.endswith("config_file") and f.values), None)
-    flags = [*data_flags(source.data or {}, "torchtitan")]
+    data = {**(source.data or {})}
+    if source.format == "python" and "config" not in data:
+        data = {"activation_checkpoint": "SelectiveAC.Config()"} | data  # its default
+    flags = [*data_flags(data, "torchtitan")]
     if config is not None and (path := Path(Path(source.path).parent, config)).is_file():
         text = read_text(path, "a job configuration of torchtitan", shell.MOST_BYTES)
         try:
@@ -92,7 +98,20 @@ def _read_torchtitan(source: LaunchSource, command: ShellCommand) -> LaunchFile:
     _truth(settings, "clip_grad")
     settings.setdefault("recompute", "none")
     settings.setdefault("launch_mode", "eager")
-    settings["sequence_parallel"] = settings.get("tp", 1) > 1
+    settings["sequence_parallel"] = settings.get("tp", 1) > 1 and settings.get(
+        "sequence_parallel", True
+    )
+    if settings.get("cp", 1) > 1:
+        settings["zero"] = 3  # ranks of cp always shard parameters
+    if settings.get("ep", 1) > 1:
+        settings.setdefault("etp", 1)  # experts are whole
+    if "parallelism_pipeline_parallel_layers_per_stage" not in settings and (
+        settings.get("pp", 1) > 1 and settings.get("schedule", "1f1b") not in ("1f1b", "gpipe")
+    ):
+        settings.setdefault("vpp", 2)  # its default for schedules of several stages
+    settings.setdefault("reshard_after_forward", settings.get("pp", 1) == 1)
+    _graphs(settings, on=source.format == "python")
+    _tokens(reading)
     for name, local in batch.items():
         reading.lines.append(Line(name, str(local), "sequences of a rank of dp in a step"))
         if settings.get("pp", 1) == 1:
@@ -106,6 +125,34 @@ def _read_torchtitan(source: LaunchSource, command: ShellCommand) -> LaunchFile:
     _shards(reading)
     _named_model(reading, of_model)
     return reading
+
+
+def _graphs(settings: dict[str, Any], *, on: bool) -> None:
+    """CUDA graphs of whole steps, which configurations in Python have unless they turn them off."""
+    off = settings.pop("disable_cuda_graphs", not on)
+    if not off and settings.get("pp", 1) == 1 and settings.get("ep", 1) == 1:
+        settings["launch_mode"] = "cuda_graph"
+
+
+def _tokens(reading: LaunchFile) -> None:
+    """Batches that are counted in tokens, as sequences."""
+    settings = reading.settings
+    microbatch, step = (settings.pop(f"tokens_of_{name}", 0) for name in ("microbatch", "step"))
+    count = settings.pop("pp_microbatches", 1) if settings.get("pp", 1) > 1 else 1
+    length = settings.get("seq_length", 0)
+    if (microbatch or step > 0) and not length:
+        reading.needs["seq_length"] = "batches are counted in tokens; give --seq-length"
+        return
+    if microbatch % length if microbatch else False:
+        raise reading.fail(f"{microbatch} tokens of a microbatch are no sequences of {length}")
+    settings |= {"micro_batch_size": microbatch // length} if microbatch else {}
+    if step > 0:
+        settings["global_batch_size"] = step // length
+    elif count > 1:
+        sequences = settings.get("micro_batch_size", 1) * count
+        reading.needs["global_batch_size"] = (
+            f"num_pp_microbatches is {count}; give --global-batch-size, {sequences} x dp"
+        )
 
 
 def _shards(reading: LaunchFile) -> None:
@@ -135,6 +182,12 @@ def _named_model(reading: LaunchFile, given: Mapping[str, Flag]) -> None:
             reading.notes.append(f"the model is {preset}, after {text}")
             reading.lines += [Line(f.name, f.text, f"(of {preset})") for f in given.values()]
             return
+    if reading.settings.get("model") in PRESETS:
+        base = next(line.value for line in reading.lines if line.flag == "config")
+        note = f"what {base} sets itself, and the file does not, is not read"
+        reading.notes.append(note)
+        return
+    name = reading.settings.pop("model", name)
     why = f"the sizes of {name} are in Python code; name a model: MODEL --config {reading.path}"
     reading.needs.setdefault("model", why)
 
@@ -182,6 +235,10 @@ def _read_deepspeed(source: LaunchSource, _: ShellCommand) -> LaunchFile:
     reading = _read_keys(source, "deepspeed", "DeepSpeed")
     settings = reading.settings
     settings.setdefault("precision", "fp32")
+    if "gradient_clipping" not in (source.data or {}):
+        settings["clip_grad"] = False  # its default, unless the program gives another
+    if settings.get("cp", 1) > 1:
+        settings["cp_comm_type"] = "a2a"  # Ulysses
     overlaps = settings.pop("overlap_comm", settings.get("zero") == 3)  # its default
     settings["no_overlap"] = [] if overlaps else ["dp"]
     _accumulate(reading, settings.pop("gradient_accumulation_steps", None))
@@ -203,6 +260,8 @@ def _read_accelerate(source: LaunchSource, _: ShellCommand) -> LaunchFile:
         settings["zero"] = 0
     settings.setdefault("precision", "fp32")
     settings.setdefault("gpus", 1)
+    if settings.get("cp", 1) > 1:
+        settings.setdefault("cp_comm_type", "all_gather")  # its default
     others = settings.get("tp", 1) * settings.get("cp", 1)
     if settings["gpus"] % others == 0:
         settings["dp"] = settings["gpus"] // others
@@ -212,7 +271,10 @@ def _read_accelerate(source: LaunchSource, _: ShellCommand) -> LaunchFile:
 
 
 TORCHTITAN = Tool(
-    "torchtitan", _torchtitan_command, _read_torchtitan, ("[parallelism]", "[training]")
+    "torchtitan",
+    _torchtitan_command,
+    _read_torchtitan,
+    ("[parallelism]", "[training]", "Trainer.Config"),
 )
 DEEPSPEED = Tool("DeepSpeed", _deepspeed_claim, _read_deepspeed, _OF_DEEPSPEED)
 ACCELERATE = Tool("Accelerate", _accelerate_claim, _read_accelerate, ("distributed_type",))

@@ -237,6 +237,8 @@ def _trtllm(reading: LaunchFile, experts: bool) -> None:
     _shared(reading, experts, attention)
     settings.setdefault("max_num_seqs", 2048)  # llm_args.py
     settings.setdefault("max_num_batched_tokens", max(8192, settings["max_num_seqs"]))
+    if "max_total_tokens" not in settings:
+        settings.setdefault("free_gpu_memory_fraction", 0.9)
     _blocks(settings, 32)
 
 

@@ -100,3 +100,19 @@ def value_of(text: str) -> Any:
     if NUMBER.fullmatch(text):
         return int(text) if re.fullmatch(r"[+-]?\d{1,18}", text) else float(text)
     return text
+
+
+def nested(values: Mapping[str, str]) -> dict[str, Any]:
+    """Words by keys with dots as nested mappings of values.
+
+    >>> nested({"stage": "3", "bf16.enabled": "true"})
+    {'stage': 3, 'bf16': {'enabled': True}}
+    """
+    whole: dict[str, Any] = {}
+    for name, text in values.items():
+        *keys, last = name.split(".")
+        block = whole
+        for key in keys:
+            block = block.setdefault(key, {})
+        block[last] = value_of(text)
+    return whole

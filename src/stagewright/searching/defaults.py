@@ -18,9 +18,9 @@ from stagewright.errors import UserError, did_you_mean
 from stagewright.model.config import ModelConfig
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.settings import Run
+from stagewright.run.tool_files import megatron_recompute_modules
 from stagewright.searching.candidates import HARDWARE, Candidates
 from stagewright.searching.constraints import Constraint
-from stagewright.searching.flags import megatron_recompute_modules
 from stagewright.searching.machines import Fleet, divisors_of
 from stagewright.searching.space import idle_conditions
 

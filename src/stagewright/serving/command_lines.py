@@ -13,8 +13,13 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import yaml
+
 from stagewright.errors import UserError, either
 from stagewright.launch.names import written
+from stagewright.launch.tables import nested, value_of
+from stagewright.run.sections.declare import text_of
+from stagewright.run.settings import Run
 from stagewright.serving.deployment import Deployment, InstanceGroup
 from stagewright.serving.schedulers.named import schedules_ahead
 
@@ -90,153 +95,186 @@ def _max_model_len(group: InstanceGroup) -> int:
     return min(group.max_model_len, cache.num_blocks * cache.block_size)
 
 
-def _line(command: str, options: Mapping[str, Any]) -> str:
-    """A command with its options: True alone, None left out."""
-    words = [command]
-    for name, value in options.items():
-        if value is None or value is False:
-            continue
-        words.append(name if value is True else f"{name} {shlex.quote(str(value))}")
-    return " ".join(words)
+Options = dict[str, str]
+"""Words of options by name; empty: the name alone."""
 
 
-def _name(tool: str, setting: str) -> str:
-    """Option of an engine for a setting, as its table has it."""
-    words = written(tool, setting, "True")
-    assert words is not None, setting
-    return f"--{words[0]}"
+def _options(tool: str, settings: Mapping[str, Any], more: Mapping[str, Any]) -> Options:
+    """Options of a tool for settings, by the rows of its table; `more`: those of no setting.
+
+    None is left out, and so is a switch that the tool lacks for its default.
+    """
+    options: Options = {}
+    for setting, value in settings.items():
+        words = None if value is None else written(tool, setting, text_of(value))
+        if words is not None:
+            options[words[0]] = "".join(words[1:])
+    values = {name: value for name, value in more.items() if value not in (None, False)}
+    return options | {name: "" if value is True else str(value) for name, value in values.items()}
+
+
+def _line(command: str, options: Options) -> str:
+    words = [f"--{name} {shlex.quote(text)}".rstrip() if text else f"--{name}"
+             for name, text in options.items()]  # fmt: skip
+    return " ".join([command, *words])
+
+
+def _above_one(run: Run, *names: str) -> dict[str, int]:
+    return {name: getattr(run, name) for name in names if getattr(run, name) > 1}
+
+
+def _stored(run: Run) -> str | None:
+    """How weights are stored; None: as the checkpoint has them."""
+    return None if run.weight_precision == "bf16" else run.weight_precision
+
+
+def _of_checkpoint(tool: str, run: Run) -> Iterator[str]:
+    """Comment on weights that the server does not convert itself."""
+    stored = _stored(run)
+    if stored and (stored != "fp8" or tool == "trtllm"):
+        yield f"# weights in {stored}: the checkpoint has to have them so"
 
 
 def _vllm(group: InstanceGroup) -> Iterator[str]:
     run, engines = group.instance.run, group.settings
-    experts = group.instance.model.num_experts > 0
-    speculative: dict[str, Any] | None = None
+    speculative: dict[str, Any] = {}
     if run.num_speculative_tokens and engines.speculative_method:
-        speculative = {
-            "method": engines.speculative_method,
-            "num_speculative_tokens": run.num_speculative_tokens,
-        }
-        if engines.speculative_model:
-            speculative["model"] = engines.speculative_model
-    yield _line(
-        f"vllm serve {_model(group)}",
-        {
-            _name("vllm", "tp"): run.tp,
-            _name("vllm", "pp"): run.pp if run.pp > 1 else None,
-            _name("vllm", "dp"): run.dp if run.dp > 1 else None,
-            "--enable-expert-parallel": experts and run.ep > 1,
-            "--quantization": _quantization(run.weight_precision, {"nvfp4": "modelopt_fp4"}),
-            "--kv-cache-dtype": {None: "auto", "bf16": "bfloat16"}.get(
-                run.kv_cache_dtype, run.kv_cache_dtype
-            ),
-            _name("vllm", "kv_block_size"): run.kv_block_size,
-            _name("vllm", "max_model_len"): _max_model_len(group),
-            _name("vllm", "max_num_batched_tokens"): group.limits.tokens,
-            _name("vllm", "max_num_seqs"): group.limits.requests,
-            _name("vllm", "gpu_memory_utilization"): engines.gpu_memory_utilization,
-            _name("vllm", "num_gpu_blocks"): engines.num_gpu_blocks,
-            _name("vllm", "long_prefill_token_threshold"): engines.long_prefill_token_threshold
-            or None,
-            _name("vllm", "scheduling_policy"): engines.scheduling_policy,
-            _switch("enable-prefix-caching", engines.enable_prefix_caching): True,
-            _switch("enable-chunked-prefill", engines.enable_chunked_prefill is not False): True,
-            _switch("async-scheduling", schedules_ahead(engines, run.pp)): True,
-            "--speculative-config": None if speculative is None else json.dumps(speculative),
-            "--kv-transfer-config": None
-            if group.role == "both"
-            else json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"}),
-        },
-    )
+        values = {name: value for name in ("speculative_method", "speculative_model")
+                  if (value := getattr(engines, name))}  # fmt: skip
+        drafts = _options(
+            "vllm", values | {"num_speculative_tokens": run.num_speculative_tokens}, {}
+        )
+        speculative = {name.partition(".")[2]: value_of(text) for name, text in drafts.items()}
+    experts = group.instance.model.num_experts > 0
+    settings = {
+        "tp": run.tp,
+        **_above_one(run, "pp", "dp"),
+        "enable_expert_parallel": (experts and run.ep > 1) or None,
+        "weight_precision": _stored(run),
+        "kv_cache_dtype": run.kv_cache_dtype,
+        "kv_block_size": run.kv_block_size,
+        "max_model_len": _max_model_len(group),
+        "max_num_batched_tokens": group.limits.tokens,
+        "max_num_seqs": group.limits.requests,
+        "gpu_memory_utilization": engines.gpu_memory_utilization,
+        "num_gpu_blocks": engines.num_gpu_blocks,
+        "long_prefill_token_threshold": engines.long_prefill_token_threshold or None,
+        "scheduling_policy": engines.scheduling_policy,
+        "enable_prefix_caching": engines.enable_prefix_caching,
+        "enable_chunked_prefill": engines.enable_chunked_prefill is not False,
+        "async_scheduling": schedules_ahead(engines, run.pp),
+    }
+    more = {
+        "kv-cache-dtype": None if run.kv_cache_dtype else "auto",
+        "speculative-config": json.dumps(speculative) if speculative else None,
+        "kv-transfer-config": None
+        if group.role == "both"
+        else json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"}),
+    }
+    yield _line(f"vllm serve {_model(group)}", _options("vllm", settings, more))
     if run.num_speculative_tokens and not speculative:
-        yield f"# {run.num_speculative_tokens} drafts a step that take no time have no option"
+        yield _FREE_DRAFTS.format(run.num_speculative_tokens)
+    yield from _of_checkpoint("vllm", run)
+
+
+_FREE_DRAFTS = "# {} drafts a step that take no time have no option"
 
 
 def _sglang(group: InstanceGroup) -> Iterator[str]:
     run, engines = group.instance.run, group.settings
-    replicas = run.dp
+    replicas, drafts = run.dp, run.num_speculative_tokens
     # With attention data parallelism it is multiplied by 0.3, and the chunk is that of all replicas
     # (`_handle_data_parallelism`).
     waits = engines.schedule_conservativeness / (0.3 if replicas > 1 else 1)
-    yield _line(
-        f"python3 -m sglang.launch_server --model-path {_model(group)}",
-        {
-            _name("sglang", "tp"): run.tp * replicas,  # with attention data parallelism: of both
-            _name("sglang", "pp"): run.pp if run.pp > 1 else None,
-            _name("sglang", "dp"): replicas if replicas > 1 else None,
-            _name("sglang", "enable_dp_attention"): replicas > 1,
-            _name("sglang", "ep"): run.ep if run.ep > 1 else None,
-            "--quantization": _quantization(run.weight_precision, {"nvfp4": "modelopt_fp4"}),
-            "--kv-cache-dtype": {None: "auto", "bf16": "bf16", "fp8": "fp8_e4m3"}.get(
-                run.kv_cache_dtype, run.kv_cache_dtype
-            ),
-            _name("sglang", "kv_block_size"): run.kv_block_size,
-            _name("sglang", "max_model_len"): _max_model_len(group),
-            _name("sglang", "chunked_prefill_size"): group.limits.prompt_tokens
-            * replicas,  # of all
-            _name("sglang", "max_prefill_tokens"): engines.max_prefill_tokens,
-            _name("sglang", "max_num_seqs"): group.limits.requests * replicas,
-            _name("sglang", "max_total_tokens"): group.num_blocks * run.kv_block_size,
-            _name("sglang", "schedule_policy"): engines.schedule_policy,
-            _name("sglang", "schedule_conservativeness"): round(waits, 9),
-            _name("sglang", "scheduler_recv_interval"): engines.scheduler_recv_interval,
-            _name("sglang", "enable_mixed_chunk"): engines.enable_mixed_chunk,
-            "--disable-radix-cache": not engines.enable_prefix_caching,
-            "--disable-overlap-schedule": not engines.async_scheduling,
-            "--disaggregation-mode": None if group.role == "both" else group.role,
-        },
-    )
-    if run.num_speculative_tokens:
-        yield f"# {run.num_speculative_tokens} drafts a step: --speculative-algorithm and its model"
+    speculates = bool(drafts and engines.speculative_method)
+    settings = {
+        "tp": run.tp * replicas,  # with attention data parallelism: of both
+        **_above_one(run, "pp", "dp", "ep"),
+        "enable_dp_attention": replicas > 1 or None,
+        "weight_precision": _stored(run),
+        "kv_cache_dtype": run.kv_cache_dtype,
+        "kv_block_size": run.kv_block_size,
+        "max_model_len": _max_model_len(group),
+        "chunked_prefill_size": group.limits.prompt_tokens * replicas,  # of all
+        "max_prefill_tokens": engines.max_prefill_tokens,
+        "max_num_seqs": group.limits.requests * replicas,
+        "max_total_tokens": group.num_blocks * run.kv_block_size,
+        "schedule_policy": engines.schedule_policy,
+        "schedule_conservativeness": round(waits, 9),
+        "scheduler_recv_interval": engines.scheduler_recv_interval,
+        "enable_mixed_chunk": engines.enable_mixed_chunk or None,
+        "enable_prefix_caching": engines.enable_prefix_caching,
+        "async_scheduling": engines.async_scheduling,
+    }
+    more: dict[str, Any] = {"kv-cache-dtype": None if run.kv_cache_dtype else "auto"}
+    if speculates:
+        settings |= {
+            "speculative_method": engines.speculative_method,
+            "speculative_model": engines.speculative_model,
+            "num_speculative_tokens": drafts,
+        }
+        more |= {"speculative-eagle-topk": 1, "speculative-num-draft-tokens": drafts + 1}
+    more["disaggregation-mode"] = None if group.role == "both" else group.role
+    command = f"python3 -m sglang.launch_server --model-path {_model(group)}"
+    yield _line(command, _options("sglang", settings, more))
+    if drafts and not speculates:
+        yield _FREE_DRAFTS.format(drafts)
+    yield from _of_checkpoint("sglang", run)
+
+
+_LINE = {"tp_size", "pp_size", "ep_size", "max_batch_size", "max_num_tokens", "max_seq_len"}
+"""Options of `trtllm-serve`; other fields are in its YAML."""
 
 
 def _trtllm(group: InstanceGroup) -> Iterator[str]:
     run, engines = group.instance.run, group.settings
-    replicas = run.dp
-    fields: dict[str, Any] = {
+    replicas, drafts = run.dp, run.num_speculative_tokens
+    waits = engines.batch_wait_timeout_iters
+    settings = {
+        "tp": run.tp * replicas,  # with attention data parallelism: of both
+        **_above_one(run, "pp", "ep"),
+        "max_num_seqs": group.limits.requests,
+        "max_num_batched_tokens": group.limits.tokens,
+        "max_model_len": _max_model_len(group),
         "enable_attention_dp": replicas > 1,
         "enable_chunked_prefill": bool(engines.enable_chunked_prefill),
-        "disable_overlap_scheduler": not engines.async_scheduling,
-        "scheduler_config": {
-            "capacity_scheduler_policy": engines.capacity_scheduler_policy.upper()
-        },
-        "kv_cache_config": {
-            "dtype": {None: "auto", "bf16": "auto"}.get(run.kv_cache_dtype, run.kv_cache_dtype),
-            "enable_block_reuse": engines.enable_prefix_caching,
-            "tokens_per_block": run.kv_block_size,
-            "max_tokens": group.num_blocks * run.kv_block_size,
-        },
+        "async_scheduling": engines.async_scheduling,
+        "capacity_scheduler_policy": engines.capacity_scheduler_policy,
+        "batch_wait_timeout_iters": waits or None,
+        "batch_wait_max_tokens_ratio": engines.batch_wait_max_tokens_ratio if waits else None,
+        "kv_cache_dtype": run.kv_cache_dtype,
+        "enable_prefix_caching": engines.enable_prefix_caching,
+        "kv_block_size": run.kv_block_size,
+        "max_total_tokens": group.num_blocks * run.kv_block_size,
     }
-    if engines.batch_wait_timeout_iters:
-        fields["batch_wait_timeout_iters"] = engines.batch_wait_timeout_iters
-        fields["batch_wait_max_tokens_ratio"] = engines.batch_wait_max_tokens_ratio
+    more: dict[str, Any] = {"kv_cache_config.dtype": None if run.kv_cache_dtype else "auto"}
+    if drafts and engines.speculative_method:
+        settings |= {
+            "speculative_method": engines.speculative_method,
+            "speculative_model": engines.speculative_model,
+        }
+        name = (
+            "num_nextn_predict_layers" if engines.speculative_method == "mtp" else "max_draft_len"
+        )
+        more[f"speculative_config.{name}"] = drafts
     if group.role != "both":
-        fields["cache_transceiver_config"] = {"backend": "DEFAULT"}
-    yield f"# config.yaml: {json.dumps(fields)}"
-    yield _line(
-        f"trtllm-serve {_model(group)}",
-        {
-            "--tp_size": run.tp * replicas,  # with attention data parallelism: of both
-            "--pp_size": run.pp if run.pp > 1 else None,
-            "--ep_size": run.ep if run.ep > 1 else None,
-            "--max_batch_size": group.limits.requests,
-            "--max_num_tokens": group.limits.tokens,
-            "--max_seq_len": _max_model_len(group),
-            "--config": "config.yaml",
-        },
-    )
-    if run.weight_precision:
-        yield f"# weights in {run.weight_precision}: of the checkpoint"
-    if run.num_speculative_tokens:
-        yield f"# {run.num_speculative_tokens} drafts a step: speculative_config of config.yaml"
-
-
-def _quantization(precision: str | None, names: Mapping[str, str]) -> str | None:
-    """The engine's name of a storage format; None, bf16: the checkpoint's own."""
-    return None if precision in (None, "bf16") else names.get(precision, precision)
-
-
-def _switch(name: str, on: bool) -> str:
-    return f"--{name}" if on else f"--no-{name}"
+        more["cache_transceiver_config.backend"] = "DEFAULT"
+    options = _options("trtllm", settings, more)
+    fields = nested({name: text for name, text in options.items() if name not in _LINE})
+    if replicas > 1 and run.tp > 1:
+        yield (
+            f"# tp={run.tp} in each of dp={replicas} has no option: attention is split by tp or "
+            f"not at all; this line has dp={run.tp * replicas}"
+        )
+    file = "config.yaml" if group.role == "both" else f"{group.role}.yaml"
+    yield f"cat > {file} <<'END'"
+    yield from yaml.safe_dump(fields, sort_keys=False).splitlines()
+    yield "END"
+    line = {name: text for name, text in options.items() if name in _LINE}
+    yield _line(f"trtllm-serve {_model(group)}", line | {"config": file})
+    if drafts and not engines.speculative_method:
+        yield _FREE_DRAFTS.format(drafts)
+    yield from _of_checkpoint("trtllm", run)
 
 
 _WRITERS: Mapping[str, Callable[[InstanceGroup], Iterator[str]]] = {

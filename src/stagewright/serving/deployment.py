@@ -95,7 +95,8 @@ class InstanceGroup:
 
         Raises UserError as `make_instance` does, and for settings of another scheduler.
         """
-        limits, memory = batch_limits(settings, machine.hardware), settings.gpu_memory_utilization
+        limits = batch_limits(settings, machine.hardware)
+        memory = settings.gpu_memory_utilization, settings.free_gpu_memory_fraction
         if scheduler is None:
             refuse_others(settings)
         router_of(settings.router)
@@ -104,13 +105,14 @@ class InstanceGroup:
             instance, its = other.instance, other.settings
             if (
                 (instance.run, instance.machine, other.limits) == (run, machine, limits)
-                and its.gpu_memory_utilization == memory
+                and (its.gpu_memory_utilization, its.free_gpu_memory_fraction) == memory
                 and (its.speculative_method, its.speculative_model) == drafts
             ):
                 return cls(instance, settings, role, scheduler)
         instance = make_instance(
             run, model, machine, execution, max_tokens=limits.tokens, max_requests=limits.requests,
-            gpu_memory_utilization=memory, drafter=drafter_of(settings, run, model),
+            gpu_memory_utilization=memory[0], free_gpu_memory_fraction=memory[1],
+            drafter=drafter_of(settings, run, model),
         )  # fmt: skip
         return cls(instance, settings, role, scheduler)
 

@@ -88,12 +88,14 @@ def make_instance(
     max_tokens: int = 8192,
     max_requests: int = 1024,
     gpu_memory_utilization: float = 0.9,
+    free_gpu_memory_fraction: float | None = None,
     drafter: Drafter | None = None,
 ) -> Instance:
     """Create an instance with the layout of an unresolved run on a machine.
 
     `max_tokens` and `max_requests` of a step are vLLM's `max_num_batched_tokens` and
-    `max_num_seqs`; `gpu_memory_utilization` is the share of memory that the instance takes. The
+    `max_num_seqs`; `gpu_memory_utilization` is the share of memory that the instance takes, or
+    `free_gpu_memory_fraction` that of the cache in what is left beside weights and activations. The
     passes of a `drafter` follow each step. Raises UserError where the run cannot be had, its steps
     have no table, or no request fits beside the weights.
     """
@@ -103,7 +105,9 @@ def make_instance(
             "`stagewright simulate --mode prefill` and `--mode decode` time single steps"
         )
     memory = machine.hardware.memory if run.device_memory is None else read_bytes(run.device_memory)
-    cache = kv_capacity(run, model, int(memory * gpu_memory_utilization), max_tokens, drafter)
+    free = free_gpu_memory_fraction
+    memory = int(memory * gpu_memory_utilization) if free is None else memory
+    cache = kv_capacity(run, model, memory, max_tokens, drafter, free or 1.0)
     limits = {"max_tokens": max_tokens, "max_requests": max_requests}
     times = step_times(run, model, machine, execution, **limits)
     if drafter is not None:
@@ -131,9 +135,16 @@ def drafted_times(
 
 
 def kv_capacity(
-    run: Run, model: ModelConfig, memory: int, max_tokens: int, drafter: Drafter | None = None
+    run: Run,
+    model: ModelConfig,
+    memory: int,
+    max_tokens: int,
+    drafter: Drafter | None = None,
+    share: float = 1.0,
 ) -> KvCapacity:
     """KV blocks that fit into `memory` bytes of each GPU, next to a step of `max_tokens`.
+
+    The cache takes a `share` of what is left.
 
     A block of a request's tokens is one of the model and one of its drafter (vLLM: one block table,
     and a cache for the layers of both). A head uses the model's embedding and output projection
@@ -146,7 +157,7 @@ def kv_capacity(
         stages = [stage.with_drafter(drafts) for stage in stages]
     spare = max(allowance_of(run), ENGINE_BYTES)
     blocks = [
-        (memory - stage.parameters - stage.activations - spare)
+        int((memory - stage.parameters - stage.activations - spare) * share)
         // (stage.block or stage.request or 1)
         for stage in stages
     ]

@@ -433,6 +433,11 @@ class Hardware(FigureBlock):
         """Dense peak of matrix products in TFLOP/s; vector units for fp32; None: unsupported."""
         return getattr(self, PEAKS[dtype]) if dtype in PEAKS else None
 
+    @property
+    def is_before_blackwell(self) -> bool:
+        """True for NVIDIA's without matrix products in fp4."""
+        return self.vendor == "NVIDIA" and self.rate_of("fp4") is None
+
     def clock_of(self, dtype: str) -> float:
         """Clock of compute units in a step, over that of a benchmark."""
         like = _LIKE.get(dtype, dtype)

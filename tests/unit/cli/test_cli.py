@@ -502,8 +502,9 @@ def test_search_says_which_frameworks_flags_it_prints(call: Call, name: str):
     assert found == Outcome(
         2,
         "",
-        f"stagewright: error: --as {name}: wanted megatron or torchtitan, whose flags are "
-        "printed; a model's family is for config.json files, and gpt2 is a preset\n",
+        f"stagewright: error: --as {name}: wanted megatron, torchtitan, deepspeed or accelerate, "
+        "whose files are written; a model's family is for config.json files, and gpt2 is a "
+        "preset\n",
     )
 
 

@@ -121,3 +121,66 @@ def test_a_run_file_with_names_of_torchtitan_is_a_run_file(tmp_path: Path) -> No
     path.write_text("model: gpt2\nparallelism:\n  tensor_parallel_degree: 2\n")
     assert files.find(path) is None
     assert sw.load_run(path).tp == 2
+
+
+CONFIGURATIONS = """
+from torchtitan.models.llama3.config_registry import llama3_8b
+
+def full() -> Trainer.Config:
+    spec = model_registry("8B", converters=[Float8LinearConverter.Config(emulate=False)])
+    return Trainer.Config(
+        hf_assets_path="./assets/hf/Llama-3.1-8B",
+        model_spec=spec,
+        optimizer=default_adamw(lr=3e-4),
+        training=TrainingConfig(
+            num_tokens_per_microbatch_per_dp_rank=2 * 4096, max_context_length=4096, steps=10
+        ),
+        parallelism=ParallelismConfig(data_parallel_shard_degree=4, tensor_parallel_degree=2),
+        activation_checkpoint=FullAC.Config(),
+        checkpoint=CheckpointManager.Config(interval=500),
+    )
+
+def longer() -> Trainer.Config:
+    config = full()
+    config.training.max_context_length = 8192
+    config.parallelism.pipeline_parallel_degree = 2
+    config.parallelism.pipeline_parallel_schedule = "ZBVZeroBubble"
+    config.parallelism.num_pp_microbatches = 8
+    return config
+
+def other() -> Trainer.Config:
+    config = llama3_8b()
+    config.parallelism.data_parallel_shard_degree = 8
+    return config
+"""
+
+
+def test_configurations_of_torchtitan_in_python(tmp_path: Path) -> None:
+    """A function is read after the one of the file that it begins with; others are a model's."""
+    path = tmp_path / "recipes.py"
+    path.write_text(CONFIGURATIONS)
+    with pytest.raises(UserError, match="has full, longer, other; give one: --set CONFIG=full"):
+        sw.load_run(path)
+    wanted = {"model": "llama3.1-8b", "framework": "torchtitan", "tp": 2, "dp": 4, "zero": 3,
+              "micro_batch_size": 2, "seq_length": 4096, "recompute": "full", "precision": "fp8",
+              "fp8_recipe": "rowwise", "sequence_parallel": True}  # fmt: skip
+    experiment = load_experiment(f"{path}?CONFIG=full")
+    assert settings(experiment.run, wanted) == wanted
+    assert experiment.execution.launch_mode == "cuda_graph"  # its default
+    longer = {"pp": 2, "vpp": 2, "schedule": "zbv", "seq_length": 8192, "micro_batch_size": 1,
+              "reshard_after_forward": False, "global_batch_size": 32}  # fmt: skip
+    with pytest.raises(UserError, match="num_pp_microbatches is 8; give --global-batch-size, 8 x"):
+        sw.load_run(f"{path}?CONFIG=longer")
+    run = sw.load_run(f"{path}?CONFIG=longer", {"global_batch_size": 32})
+    assert settings(run, longer) == longer
+    reading = sw.read_launch(f"{path}?CONFIG=other")
+    assert reading.settings["model"] == "llama3-8b"
+    assert any("what llama3.llama3_8b sets itself" in note for note in reading.notes)
+
+
+def test_a_module_without_a_configuration_is_no_launch_file(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text('"""Starts with --tensor-model-parallel-size 2."""\n')
+    assert files.find(path) is None
+    path.write_text("def broken() -> Trainer.Config:\n    return (\n")
+    assert files.find(path) is None

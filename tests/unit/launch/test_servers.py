@@ -116,7 +116,7 @@ def test_tensorrt_llm(tmp_path: Path) -> None:
         "num_speculative_tokens": 2, "capacity_scheduler_policy": "max_utilization",
         "kv_block_size": 32, "isl": None, "batch_size": None,
     })  # fmt: skip
-    assert any("free_gpu_memory_fraction 0.8" in note for note in reading.notes)
+    assert reading.settings["free_gpu_memory_fraction"] == 0.8
     check(read(tmp_path, TRTLLM, {"ATTENTION": "false"}), {"tp": 8, "dp": None, "etp": 1})
     beside = TRTLLM.replace("cat > options.yml", "cat > other.yml")
     (tmp_path / "options.yml").write_text("stream_interval: 10\nenable_attention_dp: true\n")

@@ -20,8 +20,9 @@ from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
+from stagewright.run.tool_files import TOOLS
 from stagewright.searching.candidates import Column
-from stagewright.searching.flags import TOOLS, flags, notes
+from stagewright.searching.flags import flags, notes
 from stagewright.time.hardware import resolve
 from stagewright.time.simulate import ep_overlap
 
@@ -67,7 +68,7 @@ MEGATRON_WORDS = {
 }
 """Values that its options take, where these are words."""
 TORCHTITAN = frozenset({
-    "--compile.components", "--compile.enable", "--compile.enable_async_tensor_parallel",
+    "--activation_checkpoint", "--compile.enable", "--compile.enable_async_tensor_parallel",
     "--parallelism.context_parallel_degree", "--parallelism.data_parallel_replicate_degree",
     "--parallelism.data_parallel_shard_degree", "--parallelism.enable_sequence_parallel",
     "--parallelism.expert_parallel_degree", "--parallelism.fsdp_reshard_after_forward",
@@ -76,11 +77,12 @@ TORCHTITAN = frozenset({
     "--parallelism.pipeline_parallel_last_stage_less_layers",
     "--parallelism.pipeline_parallel_layers_per_stage", "--parallelism.pipeline_parallel_schedule",
     "--parallelism.tensor_parallel_degree", "--training.disable_cuda_graphs", "--training.dtype",
-    "--training.max_context_length", "--training.mixed_precision_param",
+    "--training.max_context_length", "--training.max_norm",
+    "--training.mixed_precision_param",
     "--training.num_tokens_per_microbatch_per_dp_rank", "--training.num_tokens_per_train_step",
 })  # fmt: skip
 """Of torchtitan's `Trainer.Config` at b5bcd76c (torchtitan/config/configs.py; its test
-tests/unit_tests/test_no_new_cli_options.py lists all). `no_` before a name turns a switch off."""
+tests/unit_tests/test_no_new_cli_options.py lists all)."""
 
 
 def candidates(model="mixtral-8x7b", how=None, framework="megatron", **settings):
@@ -91,12 +93,18 @@ def candidates(model="mixtral-8x7b", how=None, framework="megatron", **settings)
 
 
 def lines(tool, *args, **settings):
-    return flags(candidates(*args, **settings), 0, tool)
+    return stripped(candidates(*args, **settings), tool)
+
+
+def stripped(found, tool):
+    return [line.strip() for line in flags(found, 0, tool)]
 
 
 def options(found):
     """Flags by name, each with its values; words of their own left out."""
     words = [shlex.split(line) for line in found if line.startswith("--")]
+    words += [[f"--{m[1]}", m[2].strip('"')] for line in found
+              if (m := re.fullmatch(r"config\.(\S+) = (.*)", line))]  # fmt: skip
     named = {name: values for name, *values in words}
     assert len(named) == len(words), "a flag is printed twice"
     return named
@@ -178,8 +186,8 @@ def test_flags_are_those_of_the_parsers():
         assert named.keys() <= MEGATRON, seed
         for name, words in MEGATRON_WORDS.items():
             assert {*named.get(name, ())} <= words, (seed, name)
-        named = options(flags(any_run(seed), 0, "torchtitan"))
-        assert {name.replace(".no_", ".") for name in named} <= TORCHTITAN, seed
+        named = options(stripped(any_run(seed), "torchtitan"))
+        assert named.keys() <= TORCHTITAN, seed
 
 
 def test_what_megatron_asserts_holds():
@@ -218,30 +226,46 @@ def test_what_megatron_asserts_holds():
             assert named["--moe-token-dispatcher-type"] != ["allgather"], seed
 
 
-def read_again(candidates, path):
-    """The run of a script with a candidate's flags, and settings that are said to have none."""
-    printed, run = flags(candidates, 0, "megatron"), candidates.run(0)
-    launcher = f"torchrun --nproc_per_node {run.world_size} pretrain_gpt.py"
-    path.write_text(" ".join([launcher, *(x for x in printed if not x.startswith("#"))]))
-    without = {m[1] for x in printed if (m := re.match(r"# (\w+)=.* has no flag", x))}
-    return load_experiment(path, {"model": run.model}), without
+OTHER_FORMS = {"torchtitan": ".py", "deepspeed": ".json", "accelerate": ".yaml"}
+NOT_WRITTEN = {
+    "megatron": {"operators", "fuse"},  # of its kernels
+    "torchtitan": {"microbatch_group_size_per_vp_stage"},
+    "deepspeed": {"schedule", "vpp"},
+    "accelerate": {"schedule", "vpp"},
+}
+"""Settings that follow from others, and have no flag."""
 
 
-def test_what_is_written_for_megatron_is_read_as_the_same_run(tmp_path):
-    """A script with the flags of a run has its settings, but for those said to have no flag."""
+def read_again(candidates, tool, folder):
+    """The run of a file with a candidate's flags, and settings that are said to have none."""
+    printed, run = flags(candidates, 0, tool), candidates.run(0)
+    path = folder / f"run{OTHER_FORMS.get(tool, '.sh')}"
+    text = "\n".join(printed)
+    if tool == "megatron":
+        launcher = f"torchrun --nproc_per_node {run.world_size} pretrain_gpt.py"
+        text = " ".join([launcher, *(x for x in printed if not x.startswith("#"))])
+    path.write_text(text)
+    given = {"model": run.model}
+    if tool == "deepspeed":  # of the launcher and of the program
+        given["gpus"] = run.world_size // run.pp
+    said = [x for x in notes(candidates, 0, tool) if f"no flag in {tool}: " in x]
+    without = {*said[0].split(": ")[1].split(", ")} if said else set()
+    return load_experiment(path, given), without
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_what_is_written_is_read_as_the_same_run(tool, tmp_path):
+    """A file with the flags of a run has its settings, but for those said to have no flag."""
     count = 0
     for seed in SEEDS:
         candidates = any_run(seed)
         model, wanted = candidates.model, candidates.run(0).resolved(candidates.model)
-        if wanted.framework != "megatron":
+        if wanted.framework != ("torchtitan" if tool == "torchtitan" else "megatron"):
             continue  # whose habits have no flags
-        read, without = read_again(candidates, tmp_path / f"{seed}.sh")
-        without |= {
-            "operators",
-            "fuse",
-            "layers_per_stage",
-        }  # fusion is the kernels', splits derive
-        without |= set() if wanted.zero else {"dp_shard"}
+        read, without = read_again(candidates, tool, tmp_path)
+        without |= NOT_WRITTEN[tool] | {"layers_per_stage"}  # splits derive
+        without |= set() if wanted.zero and wanted.dp > 1 else {"dp_shard"}
+        without |= set() if wanted.zero == 3 else {"reshard_after_forward"}
         without |= set() if model.num_experts else {of for of in SETTINGS if of.startswith("moe_")}
         without |= set() if model.hidden_dropout else {"dropout"}
         got = read.run.resolved(model)
@@ -250,12 +274,15 @@ def test_what_is_written_for_megatron_is_read_as_the_same_run(tmp_path):
             if of.name in without or of.is_idle(wanted) or any(x not in y for x, y in needs):
                 continue
             count += 1
-            assert getattr(got, of.name) == getattr(wanted, of.name), (seed, of.name)
+            values = [run.etp or run.tp if of.name == "etp" else getattr(run, of.name)
+                      for run in (got, wanted)]  # fmt: skip
+            assert values[0] == values[1], (seed, of.name)
         how = candidates.execution(0)
         if wanted.dp > 1 and "no_overlap" not in without and wanted.zero < 2:
             assert ("dp" in read.execution.no_overlap) == ("dp" in how.no_overlap), seed
         if "launch_mode" not in without:
-            assert (read.execution.launch_mode or "eager") == (how.launch_mode or "eager"), seed
+            default = "compile" if tool == "torchtitan" else "eager"
+            assert (read.execution.launch_mode or default) == (how.launch_mode or default), seed
         if "overlap_param_gather" not in without and wanted.zero and wanted.dp > 1:
             assert read.execution.overlap_param_gather == how.overlap_param_gather, seed
     assert count > 3000
@@ -270,7 +297,7 @@ def test_every_setting_is_a_flag_or_said_to_have_none():
         "recompute_num_layers": {"recompute": "full"},
         "fp8_recipe": {"precision": "fp8"}, "fp8_dot_product_attention": {"precision": "fp8"},
     }  # fmt: skip
-    for tool in TOOLS:
+    for tool in ("megatron", "torchtitan"):
         for name in RUN_CHOICES.keys() - apart:
             more = base | needed.get(name, {})
             printed = {
@@ -378,7 +405,7 @@ def test_torchtitan_counts_in_tokens():
     settings = {**EVERYTHING, "framework": "torchtitan", "etp": 1, "recompute": "full", "zero": 3}
     found = lines("torchtitan", how=Execution(tp_comm_overlap=True), **settings, dp_shard=4)
     known = {name: values[0] for name, values in options(found).items() if values}
-    assert found[-1] == "activation-checkpoint:full"
+    assert known["--activation_checkpoint"] == "FullAC.Config()"
     words = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "num_pp_microbatches")
     assert [known[f"--parallelism.{word}"] for word in words] == ["2", "4", "32"]
     assert known["--training.num_tokens_per_microbatch_per_dp_rank"] == str(2 * 8192)
@@ -390,13 +417,13 @@ def test_torchtitan_counts_in_tokens():
 def test_torchtitan_shards_all_or_nothing():
     named = torchtitan(tp=2, dp=4, framework="torchtitan", zero=0)
     assert named["--parallelism.data_parallel_replicate_degree"] == ["4"]
-    assert "--parallelism.no_enable_sequence_parallel" in named
+    assert named["--parallelism.enable_sequence_parallel"] == ["False"]
     for settings in ({"dp": 4, "zero": 1}, {"dp": 4, "zero": 2}, {"cp": 2, "zero": 0}):
         found = lines("torchtitan", "llama3-8b", framework="torchtitan", **settings)
         said = [line for line in found if "zero=" in line]
         assert len(said) == 1
         assert "has no flag: " in said[0]
-        assert "; search with --zero " in said[0]
+        assert "; take --zero " in said[0]
     found = lines("torchtitan", framework="torchtitan", dp=4, ep=4, zero=0)
     assert any(line.startswith("# ep=4 has no flag: ") for line in found)
 
@@ -434,20 +461,21 @@ def test_torchtitan_splits_layers_as_the_run():
 )
 def test_torchtitan_compiles_what_was_timed_as_fused(settings, mode, compiled, missing):
     found = candidates("llama3-8b", Execution(launch_mode=mode), **settings)
-    named = options(flags(found, 0, "torchtitan"))
-    assert ("--compile.enable" in named) == compiled != ("--compile.no_enable" in named)
+    named = options(stripped(found, "torchtitan"))
+    assert named["--compile.enable"] == [str(compiled)]
     said = [line for line in notes(found, 0, "torchtitan") if "no flag" in line]
     names = {*said[0].split(": ")[1].split(", ")} if said else set()
     assert names == missing
-    assert "--training.disable_cuda_graphs" in named
+    assert named["--training.disable_cuda_graphs"] == ["True"]
 
 
 def test_torchtitan_captures_whole_steps():
     how = Execution(launch_mode="cuda_graph")
     named = torchtitan("llama3-8b", how, "torchtitan", operators="fused", fuse=True)
-    assert {"--training.no_disable_cuda_graphs", "--compile.enable"} <= named.keys()
+    assert named["--training.disable_cuda_graphs"] == ["False"]
+    assert named["--compile.enable"] == ["True"]
     found = lines("torchtitan", "llama3-8b", how, "torchtitan", pp=2)
-    assert "--training.disable_cuda_graphs" in found
+    assert "config.training.disable_cuda_graphs = True" in found
 
 
 # ---- what is said beside -------------------------------------------------------------------------
@@ -464,10 +492,12 @@ def test_notes_count_what_has_no_flag():
     assert notes(candidates("llama3-8b", dp=4), 0, "megatron") == []
 
 
-@pytest.mark.parametrize(("tool", "other"), [TOOLS, TOOLS[::-1]])
+@pytest.mark.parametrize(
+    ("tool", "other"), [("megatron", "torchtitan"), ("torchtitan", "megatron")]
+)
 def test_figures_of_another_framework_are_said_to_be_so(tool, other):
     found = candidates("llama3-8b", dp=4, framework=other)
-    said = [line for line in flags(found, 0, tool) if line.startswith("# figures are with")]
+    said = [line for line in stripped(found, tool) if line.startswith("# figures are with")]
     assert len(said) == 1
     assert f"--framework {tool}" in said[0]
     assert said[0].removeprefix("# ") in notes(found, 0, tool)

@@ -1,12 +1,13 @@
 """Command lines of engines have every setting that was timed."""
 
-import json
 import random
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 import stagewright as sw
 from helpers import cases
@@ -37,17 +38,18 @@ def group(engine: str, **settings: object) -> InstanceGroup:
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_what_is_written_is_read_as_the_same_run(engine: str, seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)
-    tp, dp = draw.choice([(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])
+    both = [(2, 2), (4, 2)] if engine != "trtllm" else [(1, 4)]
+    tp, dp = draw.choice([(1, 1), (2, 1), (1, 2), *both])
     ep = draw.choice([1, tp * dp])
     run = Run(
         model=MODEL, mode="decode", tp=tp, dp=dp, ep=ep, etp=tp * dp // ep,
         kv_cache_dtype=draw.choice(["fp8", "bf16"]), kv_block_size=draw.choice([16, 64]),
-        weight_precision=draw.choice([None, "fp8", "nvfp4"]), max_model_len=4096,
+        weight_precision=draw.choice([None, "fp8", "nvfp4", "int4"]), max_model_len=4096,
     )  # fmt: skip
-    settings = {
+    settings: dict[str, Any] = {
         "scheduler": ENGINES[engine], "max_num_seqs": draw.choice([8, 64]),
         "enable_prefix_caching": draw.random() < 0.5, "async_scheduling": draw.random() < 0.5,
     }  # fmt: skip
@@ -57,6 +59,10 @@ def test_what_is_written_is_read_as_the_same_run(engine: str, seed: int, tmp_pat
         "sglang": {"chunked_prefill_size": draw.choice([512, 4096]), "schedule_policy": "lpm",
                    "scheduler_recv_interval": draw.choice([1, 8]),
                    "schedule_conservativeness": draw.choice([0.5, 1.0])},
+        "trtllm": {"max_num_batched_tokens": draw.choice([512, 4096]),
+                   "capacity_scheduler_policy": draw.choice(["guaranteed_no_evict",
+                                                             "max_utilization"]),
+                   "batch_wait_timeout_iters": draw.choice([0, 4])},
     }[engine]  # fmt: skip
     machine = Machine.of(hardware_of("h200"), gpus=tp * dp)
     of = InstanceGroup.of(run, model_of(MODEL), machine, EngineSection(**settings))
@@ -65,7 +71,9 @@ def test_what_is_written_is_read_as_the_same_run(engine: str, seed: int, tmp_pat
     read = sw.read_launch(path).settings
     assert {name: read.get(name, getattr(EngineSection(), name)) for name in settings} == settings
     found = sw.load_run(path)
-    names = ("model", "tp", "dp", "ep", "kv_cache_dtype", "kv_block_size", "weight_precision")
+    names = ["model", "tp", "dp", "ep", "kv_cache_dtype", "kv_block_size", "weight_precision"]
+    if engine == "trtllm":  # of the checkpoint, as a comment says
+        names.remove("weight_precision")
     assert {name: getattr(found, name) for name in names} == {n: getattr(run, n) for n in names}
     assert (found.etp or found.tp) == run.etp
 
@@ -125,8 +133,10 @@ def test_sglang_counts_ranks_of_attention_data_parallelism_in_tp():
 
 def test_tensorrt_llm():
     of = group("trtllm", capacity_scheduler_policy="max_utilization")
-    _, config, line = command_lines(Deployment((of,)), "trtllm")
-    fields = json.loads(config.removeprefix("# config.yaml: "))
+    _, without, cat, *config, end, line = command_lines(Deployment((of,)), "trtllm")
+    assert without.startswith("# tp=2 in each of dp=2 has no option")
+    assert (cat, end) == ("cat > config.yaml <<'END'", "END")
+    fields = yaml.safe_load("\n".join(config))
     assert fields["enable_attention_dp"] is True
     assert fields["scheduler_config"] == {"capacity_scheduler_policy": "MAX_UTILIZATION"}
     assert fields["kv_cache_config"]["dtype"] == "fp8"

@@ -24,7 +24,7 @@ from stagewright.cli.options import (
     search_settings,
 )
 from stagewright.cli.progress import shown
-from stagewright.errors import Stopped, UserError, either
+from stagewright.errors import Stopped, UserError
 from stagewright.numbers import duration, plural
 from stagewright.printable import printable
 
@@ -123,8 +123,8 @@ def search(
     MODEL is a preset (see `stagewright models`), the path of a Hugging Face config.json, or an id
     of the hub in its local cache. Settings take lists and ranges: 1,2,4 or 1:8 or 8:64:8 or 1:64:x2
     (each twice the one before); settings that are not given take several values by default. A run
-    file given by --config may hold lists, too. `--as megatron` (or torchtitan) prints the flags of
-    the best.
+    file given by --config may hold lists, too. `--as megatron` (torchtitan, deepspeed, accelerate)
+    prints the best as a file of that tool.
 
     With --serve: layouts, and numbers of instances of each, that serve requests over time as
     `serve` does; --attainment of all requests keep --ttft, --tpot and --e2e.
@@ -140,6 +140,7 @@ def _search_steps(
 ) -> int:
     """Search the best step, print the result and write files; returns the exit code."""
     from stagewright.api.searched import pop_search_options
+    from stagewright.run.tool_files import TOOLS
     from stagewright.searching import flags
     from stagewright.searching.request import search_request
     from stagewright.searching.simulated import step_of
@@ -150,7 +151,7 @@ def _search_steps(
     why, row = settings.pop("why"), settings.pop("listed_row")
     options = pop_search_options(settings)
     executor = _executor(*(settings.pop(name) for name in ("engine", "workers", "address")))
-    tool = _tool(model, settings["as_family"])
+    tool = runs.tool_of(model, settings["as_family"], TOOLS)
     if tool:
         settings["as_family"] = None
     families, gpus = settings.pop("space"), settings.pop("gpus")
@@ -261,19 +262,6 @@ def _hardware_names(texts: Sequence[str] | None) -> list[str]:
     if not all(names):
         raise UserError("--hardware: a name is empty; wanted names such as h100-sxm,h200")
     return names
-
-
-def _tool(model: str | None, name: str | None) -> str | None:
-    """Framework whose flags are printed; None: the name is a model's family, or absent."""
-    from stagewright.model.presets import PRESETS
-    from stagewright.searching.flags import TOOLS
-
-    if name is not None and name not in TOOLS and model in PRESETS:
-        raise UserError(
-            f"--as {printable(name)}: wanted {either(TOOLS)}, whose flags are printed; a model's "
-            f"family is for config.json files, and {model} is a preset"
-        )
-    return name if name in TOOLS else None
 
 
 def _pairs(texts: tuple[str, ...]) -> Mapping[str, str]:

@@ -61,7 +61,8 @@ def serve(
 
     MODEL is a preset (see `stagewright models`), the path of a Hugging Face config.json, or an id
     of the hub in its local cache. Requests are a trace (--requests), arrive at a rate (--rate) or
-    come from users who wait for their answers (--concurrency). Ctrl-C prints the results so far.
+    come from users who wait for their answers (--concurrency). `--as vllm`, sglang or trtllm prints
+    the engine's command line, too. Ctrl-C prints the results so far.
     """
     from stagewright.api.experiments import with_launch_file
     from stagewright.api.result import OF_SERVING, check_suffix
@@ -69,6 +70,7 @@ def serve(
     from stagewright.files import replaced_together
     from stagewright.launch import files
     from stagewright.run.sections.serving import SERVING
+    from stagewright.serving.command_lines import ENGINES, check_engine
     from stagewright.time.hardware import resolve
     from stagewright.trace.staging import check_output
 
@@ -80,6 +82,8 @@ def serve(
     if step_trace is not None:
         seconds, instance = _time_and_instance(step_trace[0])
         check_output(Path(step_trace[1]), forced())
+    if engine := runs.tool_of(model, settings["as_family"], ENGINES):
+        settings["as_family"] = None
     given = {name: value for name, value in settings.items() if value is not None}
     if config is not None and files.find(config):
         named = {} if model is None else {"model": model}
@@ -91,20 +95,24 @@ def serve(
             raise UserError("--compare and --requests both say which requests come; give one")
         of_serving["requests"] = compare
     sections = ServingSections.of(of_serving)
+    if engine:
+        check_engine(engine, [sections.engines.scheduler])
     # The mode stands for inference here: that of each step follows from its batch.
     experiment = runs.load_experiment(model, config, given | {"mode": "decode"})
     hardware = runs.hardware_of(experiment)
     with shown("requests") as bar:
         result = served(experiment, resolve(hardware), sections, progress=bar, instance=instance)
     output.show_notes(result.notes())
+    lines = {} if engine is None else {"flags": result.commands(engine)}
     names = () if compare is None else ("compared", "compared_rates")
     tables = {name: result.table(name, log=compare) for name in names}
     if as_json:
         rows = {name: table.rows for name, table in tables.items()}
-        output.print_json(result.to_dict() | rows)
+        output.print_json(result.to_dict() | rows | lines)
     else:
         alarm = result.summary.verdict if result.summary.steadiness.overloaded else ""
         output.print_result(lambda: [*result.text(), *filter(len, tables.values())], alarm)
+        output.print_texts(lines.values())
     if result.outcome.stopped:
         unwritten = (*out, perfetto, None if step_trace is None else step_trace[1])
         output.show_notes([f"stopped: {path} was not written" for path in unwritten if path])

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +15,10 @@ from stagewright.cli import output, runs
 from stagewright.cli.command import Entry, command
 from stagewright.cli.options import ALLOW_OOM, JSON, experiment_options
 from stagewright.errors import UserError
+
+if TYPE_CHECKING:
+    from stagewright.lower.compiled_run import CompiledRun
+    from stagewright.run.experiment import Experiment
 
 
 @command
@@ -45,9 +49,11 @@ def show(
 
     MODEL is a preset (see `stagewright models`), the path of a Hugging Face config.json, an id of
     the hub in its local cache, a launch script of another tool, or a bundle, whose run may get
-    other settings. The exit code is 3 if the run does not fit into the memory of the hardware, or
+    other settings. `--as megatron` (torchtitan, deepspeed, accelerate) prints the run as a file of
+    that tool. The exit code is 3 if the run does not fit into the memory of the hardware, or
     into --device-memory.
     """
+    from stagewright.run.tool_files import TOOLS
     from stagewright.trace.formats.archive import is_bundle
     from stagewright.trace.formats.bundle import Bundle
     from stagewright.trace.traced_bundle import read_traced
@@ -72,10 +78,14 @@ def show(
             return 0
         model, config = None, model
     model = _imported(model) if via and model else model
+    if tool := runs.tool_of(model, settings["as_family"], TOOLS):
+        settings["as_family"] = None
     experiment = runs.load_experiment(model, config, settings)
-    output.show_notes(_notes_of_times(settings))
+    output.show_notes(() if tool else _notes_of_times(settings))
     compiled = runs.compile_run(experiment.run, model, config, experiment.cluster.hardware)
-    if graph:
+    if tool:
+        _as_tool(experiment, compiled, tool)
+    elif graph:
         output.say(compiled.graph_text())
     elif kernels:
         from stagewright.time.measured import to_csv
@@ -90,6 +100,22 @@ def show(
         values = summary(compiled)
         output.print_result(lambda: values if as_json else summary_text(values))
     return runs.code_of(compiled.fit)
+
+
+def _as_tool(experiment: Experiment, compiled: CompiledRun, tool: str) -> None:
+    """Print the run as a file of another tool."""
+    from stagewright.run.tool_files import TrainedRun, notes, text_lines
+    from stagewright.time.hardware import resolve
+
+    if experiment.run.mode != "train":
+        raise UserError(f"--as {tool}: wanted a run of training, got --mode {experiment.run.mode}")
+    hardware = experiment.cluster.hardware
+    trained = TrainedRun.of(
+        compiled.run, compiled.model, experiment.execution,
+        before_blackwell=hardware is not None and resolve(hardware).is_before_blackwell,
+    )  # fmt: skip
+    output.show_notes(notes(trained, tool))
+    click.echo("\n".join(text_lines(trained, tool)))
 
 
 def _launch_file(config: str | None, *, as_json: bool) -> int:

@@ -113,6 +113,12 @@ class EngineSection:
     )
     enable_prefix_caching: Switch = setting(True, "Reuse cached prompt prefixes.")
     gpu_memory_utilization: Share = setting(0.9, "Share of a GPU's memory that an instance uses.")
+    free_gpu_memory_fraction: Share | None = setting(
+        None,
+        "Share of the memory beside weights and activations that the KV cache takes.",
+        unset="--gpu-memory-utilization, a share of all memory",
+    )
+    """TensorRT-LLM's `kv_cache_config`, by default 0.9."""
     num_gpu_blocks: Count | None = setting(
         None,
         "Number of blocks of the KV cache.",
