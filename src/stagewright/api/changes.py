@@ -35,6 +35,7 @@ from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.trace import run_manifest
 from stagewright.views import changes as views
+from stagewright.views.advice import Remark
 from stagewright.views.step import memory_line, title
 
 LOAD = SERVING.keys() - EXPERIMENT.keys()
@@ -80,6 +81,8 @@ class DiffedRun(NamedTuple):
             return cls._of_server(name, source, file, given)
         is_file = file is not None or _is_run_file(path)
         if not is_file:
+            if os.path.isfile(path) and not path.endswith((".json", ".stg")):
+                raise UserError(f"{path}: is no launch file of a tool that is known here")
             given = {"model": path, **given}
         experiment = load_experiment(source if is_file else None, given)
         of_manifest = run_manifest.load_model(path) if is_file and file is None else None
@@ -187,10 +190,15 @@ class Changes(PublicResult):
         return [*dict.fromkeys([*texts, *(t if t in old else f"new: {t}" for t in new)])]
 
     def _result_notes(self) -> tuple[list[str], list[str]]:
-        def of(result: Simulation | Serving) -> list[str]:
-            return [*(result.notes() if isinstance(result, Serving) else result.notes)]
-
-        return (of(self.results[0]), of(self.results[1])) if self.results else ([], [])
+        """Notes of both results, and remarks on the new one that the old one does not have."""
+        if self.results is None:
+            return [], []
+        old, new = (r.notes() if isinstance(r, Serving) else [*r.notes] for r in self.results)
+        remarks = [[*filter(_is_severe, step.remarks())] for step in self._steps]
+        if remarks:
+            known = {(of.level, of.about) for of in remarks[0]}
+            new += [str(of) for of in remarks[1] if (of.level, of.about) not in known]
+        return old, new
 
     def _settings(self) -> list[tuple[str, Any, Any]]:
         old, new = self.old.given(), self.new.given()
@@ -261,14 +269,8 @@ class Changes(PublicResult):
         yield from filter(len, (make() for make in self.tables.values()))
 
     def markdown(self) -> str:
-        """The same as Markdown: for a comment on a pull request, or a summary of a job."""
-        verdict = self.verdict
-        parts = [f"**{escaped(verdict[0].upper() + verdict[1:])}**"]
-        parts += [f"* {name}: {escaped(text)}" for name, text in self._titles().items()]
-        parts[1:] = ["\n".join(parts[1:])]
-        parts += [of.markdown() for make in self.tables.values() if len(of := make())]
-        parts += ["\n".join(f"* {escaped(note)}" for note in self.notes)]
-        return "\n\n".join(filter(None, parts))
+        """The same as Markdown, with the notes."""
+        return "\n\n".join([super().markdown(), *(f"* {escaped(note)}" for note in self.notes)])
 
     def to_dict(self) -> dict[str, Any]:
         """The object of `diff --json`: seconds, bytes, shares of 1."""
@@ -298,6 +300,10 @@ class Changes(PublicResult):
         return {}
 
 
+def _is_severe(remark: Remark) -> bool:
+    return remark.level != "note"
+
+
 def diff(
     old: str | os.PathLike[str],
     new: str | os.PathLike[str],
@@ -319,7 +325,7 @@ def diff(
     given = dict(settings)
     if hardware is not None:
         given["hardware"] = path_text(hardware)
-    sides = _side("old", path_text(old), given), _side("new", path_text(new), given)
+    sides = read_run("old", path_text(old), given), read_run("new", path_text(new), given)
     if (sides[0].serving is None) != (sides[1].serving is None):
         words = ["a training script or a step", "a server"]
         kinds = [f"{side.name} is {words[side.serving is not None]}" for side in sides]
@@ -332,8 +338,8 @@ def diff(
     return replace(changes, results=(results[0], results[1]))
 
 
-def _side(label: str, name: str, given: Mapping[str, Any]) -> DiffedRun:
-    """Read a side; errors say which one it is."""
+def read_run(label: str, name: str, given: Mapping[str, Any]) -> DiffedRun:
+    """Read one of the runs; errors say which one it is."""
     try:
         return DiffedRun.of(name, given)
     except UserError as error:

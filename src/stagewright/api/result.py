@@ -13,7 +13,7 @@ from typing import Any, ClassVar, cast
 
 from stagewright.errors import UserError, did_you_mean, either
 from stagewright.files import atomic, write_text
-from stagewright.texttable import Table
+from stagewright.texttable import Table, escaped
 from stagewright.time.hardware import Hardware
 from stagewright.views.pages.html import Chart, fragment
 
@@ -45,6 +45,11 @@ class PublicResult:
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.text()))
+
+    def markdown(self) -> str:
+        """The printed result as Markdown: for a comment, or the summary of a job."""
+        parts = (x.markdown() if isinstance(x, Table) else escaped(x) for x in self.text())
+        return "\n\n".join(parts)
 
     def _charts(self) -> Sequence[Chart]:
         """Charts that a notebook shows below the printed result."""

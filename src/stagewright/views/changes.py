@@ -297,6 +297,6 @@ def nothing_changes(ignored: int, *, serves: bool) -> str:
 
 
 def lines(sides: Mapping[str, str], sentence: str) -> Iterator[str]:
-    """The two runs, and what to conclude."""
-    yield from (f"{name}: {title}" for name, title in sides.items())
+    """What to conclude, and the two runs."""
     yield sentence
+    yield from (f"{name}: {title}" for name, title in sides.items())

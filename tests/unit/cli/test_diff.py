@@ -92,7 +92,7 @@ def test_nothing_changes(scripts: Path, call: Call):
     assert "no change in what the step is; 1 flag differs without effect" in out
     assert "--lr  3e-4  1e-4" in out
     assert "step  " not in out  # nothing is simulated
-    assert call("old.sh", "old.sh")[1].endswith("no change in what the step is\n")
+    assert call("old.sh", "old.sh")[1].startswith("no change in what the step is\n")
 
 
 def test_parts_of_the_model(scripts: Path):
@@ -139,10 +139,15 @@ def test_servers(scripts: Path, call: Call):
     assert "output tokens/s per GPU" in found["verdict"]  # of another number of GPUs
 
 
+def test_new_file_alone(scripts: Path, call: Call):
+    _, out, _ = call("/dev/null", "old.sh", "--json")
+    assert json.loads(out) == json.loads(json.dumps(sw.simulate("old.sh", "h100-sxm").to_dict()))
+
+
 def test_markdown(scripts: Path, call: Call):
     name = edited("old.sh", "--lr 3e-4", "--lr '@team|<b>'")
     _, out, _ = call("old.sh", f"{name}?TP=2", "--markdown")
-    assert out.startswith("**New is ")
+    assert out.startswith("new is ")
     assert "\n| tp | 1 | 2 |\n" in out
     assert "| @&#8203;team\\|\\<b\\> |" in out
     tables = [line for line in out.splitlines() if line.startswith("|")]
@@ -155,6 +160,8 @@ def test_markdown(scripts: Path, call: Call):
         (("old.sh", "serve.sh", "--set", "CONC=4"), "wanted two of a kind"),
         (("old.sh", "absent.sh"), "absent.sh: there is no such file"),
         (("old.sh", "empty.sh"), "new: empty.sh: starts nothing"),
+        (("bare.sh", "old.sh"), "old: bare.sh: is no launch file"),
+        (("/dev/null", "empty.sh"), "new: empty.sh: starts nothing"),
         (("old.sh", "old.sh", "--set", "X=1"), "has no variable X"),
         (("old.sh", "old.sh?tp=3"), "new: "),
         (("old.sh", "old.sh", "--rate", "3"), "rate is of requests over time"),
@@ -168,6 +175,7 @@ def test_markdown(scripts: Path, call: Call):
 )
 def test_errors(scripts: Path, call: Call, words: tuple[str, ...], said: str):
     Path("empty.sh").write_text("#!/bin/bash\necho nothing\n")
+    Path("bare.sh").write_text("echo nothing\n")
     code, out, err = call(*words)
     assert (code, out) == (2, "")
     assert said in err

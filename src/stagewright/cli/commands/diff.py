@@ -16,6 +16,9 @@ from stagewright.errors import UserError, did_you_mean
 SLOWER = 1
 """Exit code if the new run is slower than allowed; also that of traces that differ."""
 
+_OF_RUNS = (".yaml", ".yml", ".json", ".stg", ".sh", ".bash", ".sbatch", ".slurm", ".toml", ".py")
+"""Ends of names of files that are no traces."""
+
 
 @command
 @diff_settings
@@ -42,14 +45,14 @@ def diff(
 
     OLD and NEW are launch scripts of other tools, run files (YAML), manifests or models. Values
     may stand behind each: train.sh?TP=8, llama3-8b?tp=8; options are of both. Servers are compared
-    under the load that their clients send. The exit code is 3 if the new run does not fit into the
-    memory of a device.
+    under the load that their clients send. If OLD is /dev/null, NEW alone is shown. The exit code
+    is 3 if the new run does not fit into the memory of a device.
 
     Two traces, directories or bundles are compared node by node; the exit code is 0 if they are
     equal, else 1.
     """
     given = {name: value for name, value in settings.items() if value is not None}
-    traces = [_holds_traces(path) for path in (a, b)]
+    traces = [_holds_traces(path) for path in (a, b) if path != os.devnull]
     if any(traces):
         if not all(traces):
             raise UserError(f"{(a, b)[traces.index(True)]} holds traces, and the other is a run")
@@ -59,18 +62,26 @@ def diff(
     if markdown and as_json:
         raise UserError("--json and --markdown exclude each other; use one")
     from stagewright.api.changes import diff as compare
+    from stagewright.api.changes import read_run
     from stagewright.api.simulated import Simulation
 
-    changes = compare(*runs.with_variables((a, b)), **given)
-    if markdown:
-        output.say(changes.markdown())
+    if a == os.devnull:
+        [name] = runs.with_variables([b])
+        run = read_run("new", name, given)
+        result = new = run.result()
+        notes, slowdown = run.all_notes, 0.0
     else:
-        output.show_notes(changes.notes)
-        output.print_result(changes.to_dict if as_json else changes.text)
-    new = changes.results[1] if changes.results else None
+        result = compare(*runs.with_variables((a, b)), **given)
+        new = result.results[1] if result.results else None
+        notes, slowdown = result.notes, result.slowdown
+    if markdown:
+        output.say(result.markdown())
+    else:
+        output.show_notes(notes)
+        output.print_result(result.to_dict if as_json else result.text)
     code = runs.code_of(new.fit) if isinstance(new, Simulation) else 0
-    if max_slowdown is not None and changes.slowdown > max_slowdown / 100:
-        message = f"slower by {changes.slowdown:.1%}, allowed are {max_slowdown:g}%"
+    if max_slowdown is not None and slowdown > max_slowdown / 100:
+        message = f"slower by {slowdown:.1%}, allowed are {max_slowdown:g}%"
         click.echo(f"stagewright: {message} (exit code {code or SLOWER})", err=True)
         return code or SLOWER
     return code
@@ -92,7 +103,7 @@ def _holds_traces(name: str) -> bool:
     if os.path.isdir(path):
         return not os.path.isfile(os.path.join(path, "config.json"))
     if os.path.exists(path):
-        return is_bundle(path) or not path.endswith((".yaml", ".yml", ".json", ".stg"))
+        return is_bundle(path) or not path.endswith(_OF_RUNS)
     folder = os.path.dirname(path)
     if path.endswith((".et", ".etb")) or (os.path.isdir(folder) and "." not in path[len(folder) :]):
         return True
