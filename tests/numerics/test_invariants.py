@@ -80,7 +80,11 @@ GRID: list[dict[str, Any]] = [
     GEMMA | {"recompute": "full", "recompute_num_layers": 1, "pp": 2, "dp": 2, "zero": 3},
     *(
         GEMMA | {"recompute": "selective", "recompute_modules": (some,), "tp": 2, **SP, "cp": 2}
-        for some in ("core_attn", "norm", "activation")
+        for some in ("core_attn", "norm", "activation", "mlp")
+    ),
+    *(
+        MOE | {"recompute": "selective", "recompute_modules": some, "tp": 2, **SP, "dp": 2, "ep": 2}
+        for some in (("moe",), ("moe_act", "shared_experts", "mla_up_proj"))
     ),
     GPT | {"recompute": "selective", "flash_attention": False, "tp": 2},
     BASE | {"precision": "fp8", "tp": 2, **SP, "dp": 2},

@@ -262,7 +262,10 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "sequence_parallel": (False, True),
     "cp_comm_type": ("p2p", "all_gather", "a2a"),
     "recompute": ("none", "selective", "full"),
-    "recompute_modules": (("core_attn",), ("norm", "activation"), ("core_attn", "norm")),
+    "recompute_modules": (
+        *(("core_attn",), ("norm", "activation"), ("core_attn", "norm"), ("mlp", "moe")),
+        *(("mla_up_proj", "core_attn"), ("mla_up_proj", "norm", "moe_act", "shared_experts")),
+    ),
     "activation_gather": ("again", "keep"),
     "grad_reduce": ("step", "microbatch"),
     "reshard_after_forward": (True, False),

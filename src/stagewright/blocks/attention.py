@@ -206,6 +206,11 @@ def _apply_rope(b: Builder, x: Node, head: str, name: str) -> Node:
     return join(b.rope(first, f"{z}Z", name), plain, joined, size("D"), name=f"{name}_joined")
 
 
+UP: dict[str, Any] = {"scope": "attention.up"}
+"""From latents to queries, keys and values; norms of latents belong to the products after them
+(Megatron-LM's `TELayerNormColumnParallelLinear`)."""
+
+
 def _latent(b: Builder, h: Node, mixer: str, rotary: bool) -> Node:
     """Multi-head latent attention (arXiv 2405.04434, section 2.1).
 
@@ -224,22 +229,22 @@ def _latent(b: Builder, h: Node, mixer: str, rotary: bool) -> Node:
         beside = "kv_down" if b.recipe.inference else ""
         source = b.linear("bsm,mq->bsq", h, w, "q_latent", trained=False, joint=beside)
         source = b.bias(source, "b_dq", "Q") if c.latent_bias else source
-        source, rank = b.norm(source, "q_latent_norm", "Q"), "q"
+        source, rank = b.norm(source, "q_latent_norm", "Q", **UP), "q"
     name = "w_uq" if c.q_lora_rank else "wq"
     w = b.weight(name, rank.upper(), "A/tp", "D", scope=scope)
-    q = b.linear(f"bs{rank},{rank}ad->bsad", source, w, "q", scope=scope)
+    q = b.linear(f"bs{rank},{rank}ad->bsad", source, w, "q", **UP)
     plain = part(q, "bsaD->bsaN", size("N"), first=True, name="q_plain")
     turned = part(q, "bsaD->bsaZ", size("Z"), first=False, name="q_turned")
     w = b.weight("w_dkv", "M", "C", scope=scope)
     latent = b.linear("bsm,mc->bsc", h, w, "latent", trained=False, joint="kv_down")
     latent = b.bias(latent, "b_dkv", "C") if c.latent_bias else latent
-    latent = b.norm(latent, "latent_norm", "C")
+    latent = b.norm(latent, "latent_norm", "C", **UP)
     w = b.weight("w_kr", "M", "Z", scope=scope)
     shared = b.linear("bsm,mz->bsz", h, w, "k_shared", trained=False, joint="kv_down")
     shared = b.bias(shared, "b_kr", "Z") if c.latent_bias else shared
     if rotary:
         turned = b.rope(turned, "bsaZ", "q_rope")
-        shared = b.rope(shared, "bsZ", "k_shared_rope")
+        shared = b.rope(shared, "bsZ", "k_shared_rope", **UP)
     # The absorbed form multiplies by weights in the computation's format, as vLLM stores them.
     up = b.param if b.recipe.absorb else b.weight
     w_uk = up("w_uk", "C", "A/tp", "N", scope=scope)
@@ -287,7 +292,7 @@ def _naive(b: Builder, of: LatentOperands, reach: Reach) -> Node:
         seen, rows = cached_rows(b, kept, new, reach)
         latent = part(seen, "bsD->bsC", size("C"), first=True, name="latent_seen")
         shared = part(seen, "bsD->bsZ", size("Z"), first=False, name="shared_seen")
-    up: dict[str, Any] = {"scope": "attention", "joint": "kv_up"}
+    up: dict[str, Any] = {**UP, "joint": "kv_up"}
     k = b.linear("bsc,can->bsan", latent, of.w_uk, "k", **up)
     v = b.linear("bsc,cau->bsau", latent, of.w_uv, "v", **up)
     k = join(k, shared, "bsaN,bsZ->bsaD", size("D"), name="k_joined")

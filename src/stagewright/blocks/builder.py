@@ -179,7 +179,8 @@ class Builder:
             once = self.recipe.cast_once
             moved, of_weight = self._rescaling(of[1])
             of_norm = x.op == "norm" and self.recipe.precision.norms_cast
-            x = cast(x, low, scope=x.scope, name=x.name, **({} if of_norm else moved))
+            scope = fields.get("scope", x.scope)
+            x = cast(x, low, scope=scope, name=x.name, **({} if of_norm else moved))
             attrs = {"scope": x.scope, "name": w.name, **of_weight}
             w = cast(w, low, once=once, role=Role.LOW_PRECISION, **attrs)
             fields |= moved  # so does the cast of the gradient of the result
@@ -240,7 +241,7 @@ class Builder:
         The adapter is two products through `Rank` channels. Several adapters of one input may share
         the first product, which `narrow` names.
         """
-        attrs: dict[str, Any] = {"scope": y.scope, "own": True}
+        attrs: dict[str, Any] = {"scope": y.scope.partition(".")[0], "own": True}
         a = self.weight(f"adapter.{narrow}", x.shape[-1], "Rank/tp", **attrs)
         low = self.linear("bsm,mr->bsr", x, a, f"{narrow}_low", scope=y.scope)
         w = self.weight(f"adapter.{name}", "Rank", *dims, **attrs)
@@ -312,8 +313,9 @@ class Builder:
         return identity(identity(y, "norm_out"), f"{name}_out") if z == "bsm" else y
 
     def rope(
-        self, x: Node, dims: str, name: str, *, inverse: bool = False, at: Node | None = None
-    ) -> Node:
+        self, x: Node, dims: str, name: str,
+        *, inverse: bool = False, at: Node | None = None, scope: str | None = None,
+    ) -> Node:  # fmt: skip
         """Rotary position (arXiv 2104.09864) on the last of the dims `dims`, such as `bsaD`.
 
         In inference positions are `at`, [B, S], or those of the new tokens.
@@ -321,7 +323,7 @@ class Builder:
         spec, places = f"{dims}->{dims}", ()
         if self.recipe.inference:
             spec, places = f"{dims},bs->{dims}", (self.positions() if at is None else at,)
-        return apply("rope", spec, x, *places, inverse=inverse, name=name)
+        return apply("rope", spec, x, *places, inverse=inverse, scope=scope, name=name)
 
     def positions(self) -> Node:
         """The positions of new tokens in their requests, [B, S] (inference)."""

@@ -29,7 +29,8 @@ from stagewright.graph.make import (
 )
 from stagewright.graph.node import Binding, Node
 
-OWN: dict[str, Any] = {"scope": "mlp"}
+OWN: dict[str, Any] = {"scope": "mlp.moe"}
+SHARED: dict[str, Any] = {"scope": "mlp.moe.shared"}
 
 COUNTED: dict[str, tuple[str, tuple[Size, ...]]] = {
     "aux_loss": ("(ji)sE->jE", (size("dp_parts"), size("E"))),
@@ -54,21 +55,23 @@ def experts(b: Builder, h: Node, scored: Node | None = None) -> Node:
     exchange = DISPATCHERS[b.recipe.experts.dispatcher]
     rows = routed
     if c.moe_latent_size:
-        into = b.weight("w_latent", "M", "Latent", **OWN)
+        into = b.weight("w_latent", "M", "Latent", scope="mlp")
         rows = b.linear("bsm,ml->bsl", routed, into, "latent_tokens", **OWN)
     out = exchange(b, rows, gates)
     if c.moe_latent_size:
-        outof = b.weight("w_latent_out", "Latent", "M", **OWN)
+        outof = b.weight("w_latent_out", "Latent", "M", scope="mlp")
         out = b.linear("bsl,lm->bsm", out, outof, "moe_wide", **OWN)
     if c.shared_ffn_hidden_size:
         matrices = Matrices("ws_up", "ws_gate", "ws_down", ("M", "Y/tp"), "bsm", "bsy")
-        shared = feed_forward(b, h, matrices)
+        shared = feed_forward(b, h, matrices, **SHARED)
+        if not b.recipe.inference:  # engines sum it over tp with the results of routed experts
+            shared = identity(shared, "mlp_reduced", **SHARED)
         if c.shared_expert_gate:
-            w = b.param("w_shared_gate", "M", **OWN)
-            score = einsum("bsm,m->bs", h, w, name="shared_gate", **OWN)
-            shared = weigh(shared, b.act(score, "sigmoid"), name="shared_weighed", **OWN)
+            w = b.param("w_shared_gate", "M", **SHARED)
+            score = einsum("bsm,m->bs", h, w, name="shared_gate", **SHARED)
+            shared = weigh(shared, b.act(score, "sigmoid"), name="shared_weighed", **SHARED)
         out = add(out, shared, name="branch", **OWN)
-    return identity(out, "mlp_reduced")
+    return identity(out, "mlp_reduced", **OWN)
 
 
 def _router(b: Builder, h: Node) -> Node:
@@ -153,7 +156,7 @@ def _gathered(b: Builder, h: Node, gates: Node) -> Node:
     routes = elementwise("routes", gates, dtype="uint8", name="routes", **OWN)
     routes = own_experts(identity(routes, "routes_known"), name="routes_here", **OWN)
     known = own_experts(identity(gates, "gates_known"), name="gates_here", **OWN)
-    rows = dispatch(identity(h, "routed"), routes, size("R"), name="permuted", **attrs)
+    rows = dispatch(identity(h, "routed", **OWN), routes, size("R"), name="permuted", **attrs)
     rows = identity(rows, "expert_in")
     probs = identity(row_gates(known, size("R"), name="probs", **attrs), "probs_in")
     out = identity(_experts(b, rows, probs), "expert_out")
@@ -166,12 +169,12 @@ def _experts(b: Builder, rows: Node, probs: Node | None) -> Node:
     """The products of the experts, [E, R, M], their inner values weighed by `probs`."""
 
     def weighed(a: Node) -> Node:
-        return weigh(a, probs, name="weighed", **OWN) if probs else a
+        return weigh(a, probs, name="weighed", scope=a.scope) if probs else a
 
     dims = (f"{_held(b)}/ep", _width(b), "X/etp")
     matrices = Matrices("we_up", "we_gate", "we_down", dims, "erm", "erx", b.config.mlp_bias)
     attrs = {"touched": size("touched")} if b.recipe.inference else None
-    return feed_forward(b, rows, matrices, weigh=weighed, attrs=attrs)
+    return feed_forward(b, rows, matrices, scope="mlp.moe.experts", weigh=weighed, attrs=attrs)
 
 
 def _biased(b: Builder, out: Node, probs: Node | None) -> Node:

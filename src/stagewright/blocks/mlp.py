@@ -32,7 +32,7 @@ def mlp(b: Builder, h: Node) -> Node:
     """Up and down, or gate, up and down (arXiv 2002.05202)."""
     c = b.config
     matrices = Matrices("w_up", "w_gate", "w_down", ("M", "F/tp"), "bsm", "bsf", c.mlp_bias)
-    out = feed_forward(b, h, matrices)
+    out = feed_forward(b, h, matrices, scope="mlp.dense")
     if not c.parallel_block:
         out = identity(out, "mlp_reduced")
     return b.bias(out, "b_down", "M") if c.mlp_bias else out
@@ -43,22 +43,23 @@ def feed_forward(
     h: Node,
     matrices: Matrices,
     *,
+    scope: str,
     weigh: Callable[[Node], Node] = lambda a: a,
     attrs: Mapping[str, Any] | None = None,
 ) -> Node:
     """The matrix products of an MLP over the rows of `h`, and the activation between them.
 
-    `weigh` is applied to the activation's result; `attrs` are attributes of all products.
+    `scope` names the module; `weigh` is applied to the activation's result; `attrs` are attributes
+    of all products.
     """
     c = b.config
-    scope = "mlp"
     rows, inner = matrices.rows, matrices.inner
     lead = inner[0] if len(matrices.dims) == 3 else ""  # experts have weights of their own
     into = f"{rows},{lead}{rows[-1]}{inner[-1]}->{inner}"
     wide: dict[str, Node] = {}
     for part_ in ("up", "gate") if c.gated else ("up",):
         name = matrices.up if part_ == "up" else matrices.gate
-        w = b.weight(name, *matrices.dims, scope=scope)
+        w = b.weight(name, *matrices.dims, scope="mlp")
         joint = matrices.up if c.gated else ""
         wide[part_] = b.linear(into, h, w, part_, scope=scope, joint=joint, **(attrs or {}))
         if b.block and c.shared_blocks and c.shared_blocks.adapter_rank:
@@ -82,7 +83,7 @@ def feed_forward(
     else:
         a = elementwise("act", wide["up"], fn=c.activation, name="act", scope=scope)
     w = b.weight(
-        matrices.down, *matrices.dims[:-2], matrices.dims[-1], matrices.dims[-2], scope=scope
+        matrices.down, *matrices.dims[:-2], matrices.dims[-1], matrices.dims[-2], scope="mlp"
     )
     outof = f"{inner},{lead}{inner[-1]}{rows[-1]}->{rows}"
     return b.linear(outof, weigh(a), w, "mlp_out", scope=scope, **(attrs or {}))

@@ -260,6 +260,8 @@ def follow(reading: LaunchFile, given: Mapping[str, Flag], names: set[str]) -> N
             settings["precision"] = precision
     if "recompute-activations" in names:
         settings["recompute"] = "selective"
+    if "moe-layer-recompute" in names:
+        settings["recompute_modules"] = [*settings.get("recompute_modules", ["core_attn"]), "moe"]
     if settings["precision"] != "fp8":
         settings.pop("fp8_recipe", None)
     if "num-experts" in given:

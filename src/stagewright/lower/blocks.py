@@ -97,7 +97,7 @@ class Recomputation(NamedTuple):
     saved: frozenset[str]
     """Names of values saved for backward."""
     as_read: bool
-    """Recompute only what backward reads, not the results of the block or of attention's core."""
+    """Recompute only what backward reads, not the results of the block or of its modules."""
     modules: frozenset[str]
     """Parts that are recomputed if `block` is not set, as in `recompute_modules`."""
     weights: bool
@@ -133,22 +133,57 @@ class Recomputation(NamedTuple):
             return "backward" if self.weights else None
         if self.block:
             return None if n.once or n.name in self.saved else "recompute"
-        # Without context parallelism, identities move nothing.
-        value = n.srcs[0] if n.op == "identity" and not self.moved else n
+        # Without context parallelism, identities move nothing, and belong where their source does.
+        alias = n.op == "identity" and not self.moved and n.scope == n.srcs[0].scope
+        value = n.srcs[0] if alias else n
         if value.role is Role.REMADE:  # by the kernels of training
             return "backward"
         if n.role is Role.KEYS and (self.keys or self.keys_in_backward):
             return "backward"
-        return "recompute" if self.modules and _module(n) in self.modules else None
+        return "recompute" if any(MODULES[name].holds(n) for name in self.modules) else None
 
 
-def _module(n: Node) -> str:
-    """Part of a layer that a value belongs to, as in `recompute_modules`."""
-    if n.scope == "attention.core":
-        return "core_attn"
-    if n.op == "norm" and n.scope in ("attention", "mlp"):
-        return "norm"
-    return "activation" if n.op in ("act", "glu") and n.scope == "mlp" else ""
+class RecomputedModule(NamedTuple):
+    """Part of a layer that `recompute_modules` names: what it holds of a block's values."""
+
+    scopes: frozenset[str]
+    """Scopes of its values."""
+    ops: frozenset[str] = frozenset()
+    """Operations of its values; empty: all."""
+    keeps_result: bool = False
+    """Forward's result is kept, and backward runs the whole module again, to its end. Else the
+    result is not kept, and backward makes again what it reads."""
+
+    def holds(self, n: Node) -> bool:
+        """It computes this value."""
+        return n.scope in self.scopes and (not self.ops or n.op in self.ops)
+
+    def results(self, graph: Graph) -> set[Node]:
+        """Values that the rest of the forward pass reads."""
+        forward = [n for n in graph if n.phase == "forward"]
+        inside = {n for n in forward if n.srcs and self.holds(n)}
+        return {s for n in forward if n not in inside for s in n.srcs if s in inside}
+
+
+_ROUTED, _SHARED, _DENSE = "mlp.moe.experts", "mlp.moe.shared", "mlp.dense"
+MODULES: Mapping[str, RecomputedModule] = {
+    "core_attn": RecomputedModule(frozenset({"attention.core"}), keeps_result=True),
+    "norm": RecomputedModule(frozenset({"attention", "mlp"}), ops=frozenset({"norm"})),
+    "activation": RecomputedModule(
+        frozenset({"mlp", _DENSE, _ROUTED, _SHARED}), ops=frozenset({"act", "glu"})
+    ),
+    "moe_act": RecomputedModule(frozenset({_ROUTED}), ops=frozenset({"act", "glu", "weigh"})),
+    "mla_up_proj": RecomputedModule(frozenset({"attention.up"})),
+    "mlp": RecomputedModule(frozenset({_DENSE}), keeps_result=True),
+    "moe": RecomputedModule(frozenset({"mlp.moe", _ROUTED, _SHARED}), keeps_result=True),
+    "shared_experts": RecomputedModule(frozenset({_SHARED}), keeps_result=True),
+}
+"""Modules by the name that `recompute_modules` has for them, with the collectives inside.
+
+As in Megatron-LM (NVIDIA/Megatron-LM@d98e8a64, megatron/core/transformer): results of `layernorm`,
+`moe_act` and `mla_up_proj` are discarded (`CheckpointWithoutOutput`), those of `core_attn`, `mlp`,
+`moe` and `shared_experts` are not (a checkpoint as PyTorch's).
+"""
 
 
 def recompute(block: model_blocks.Block, rules: Recomputation) -> model_blocks.Block:
@@ -159,7 +194,8 @@ def recompute(block: model_blocks.Block, rules: Recomputation) -> model_blocks.B
     elif rules.block:
         results = {n for value, n in outputs(block.graph).items() if not value.gradient}
     else:
-        results = {n for n in block.graph if n.role is Role.CORE}
+        kept = (m for name in sorted(rules.modules) if (m := MODULES[name]).keeps_result)
+        results = {n for module in kept for n in module.results(block.graph)}
     rerun = results.__contains__
     graph, primal = remat(block.graph, rules.phase, block.primal, rerun=rerun)
     if rules.block and rules.keys_in_backward:

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from shlex import quote
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import yaml
 
@@ -30,6 +30,7 @@ from stagewright.model.presets import PRESETS
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.declare import text_of
 from stagewright.run.sections.execution import Execution
+from stagewright.run.sections.memory import Module
 from stagewright.run.settings import Run
 
 
@@ -339,14 +340,11 @@ def _overlap(trained: TrainedRun) -> Lines:
 
 def megatron_recompute_modules(run: Run, model: ModelConfig) -> Mapping[str, str | None]:
     """Megatron-LM's names for `recompute_modules`; None: it has no flag for the module."""
-    # In fp8 with delayed scaling, only attention may be recomputed.
+    # With delayed scaling, norms and activations of experts may not be recomputed.
     delayed = run.precision == "fp8" and run.fp8_recipe in (None, "delayed")
-    routed = model.num_experts > 0 and not model.first_dense_layers and model.moe_layer_freq == 1
-    return {
-        "core_attn": "core_attn",
-        "norm": None if delayed else "layernorm",
-        "activation": "moe_act" if routed and not delayed else None,  # of experts alone
-    }
+    own = {"norm": None if delayed else "layernorm", "activation": None}
+    own |= {"moe_act": None} if delayed or not model.num_experts else {}
+    return {name: name for name in get_args(Module)} | own
 
 
 @MEGATRON.rule("recompute_num_layers", "recompute_modules")

@@ -268,6 +268,11 @@ def _recompute_and_offload(run: Run, model: ModelConfig) -> Errors:
         )
     if not run.recompute_modules:
         yield "recompute_modules is empty; name some, or use recompute=none"
+    if "mla_up_proj" in run.recompute_modules and not model.kv_lora_rank:
+        yield (
+            f"recompute_modules=mla_up_proj is a part of latent attention, which {model.name} does "
+            "not have; drop it"
+        )
     if run.recompute_save_on_host and not run.recompute_save:
         yield (
             "recompute_save_on_host is about what recompute_save names, which is nothing; name some"

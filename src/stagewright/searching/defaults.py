@@ -106,13 +106,25 @@ def _published_in_fp8(model: ModelConfig) -> bool:
 def _selective_modules(run: Run, model: ModelConfig) -> tuple[str, ...]:
     """Modules that `selective` recomputes with flash attention, which saves no scores.
 
-    These are norms and activations, in Megatron-LM those for which it has a flag.
+    These are norms and activations, in Megatron-LM those for which it has a flag, and what latent
+    attention makes of its latents.
     """
-    modules = ("norm", "activation")
+    latent = ("mla_up_proj",) if model.kv_lora_rank else ()
     if run.framework != "megatron":
-        return modules
+        return ("norm", "activation", *latent)
     names = megatron_recompute_modules(run, model)
+    modules = ("norm", *(("moe_act",) if model.num_experts else ()), *latent)
     return tuple(module for module in modules if names[module]) or modules
+
+
+def _all_but_attention(model: ModelConfig) -> tuple[str, ...]:
+    """Modules that leave little of a layer's activations but those of attention's core."""
+    present = {
+        "mla_up_proj": model.kv_lora_rank,
+        "mlp": "dense" in model.parts,
+        "moe": model.num_experts,
+    }
+    return ("norm", *(name for name, has in present.items() if has))
 
 
 def not_tried(run: Run, axes: Mapping[str, Sequence[Any]], model: ModelConfig) -> list[str]:
@@ -250,7 +262,7 @@ def family_axes(
             "recompute_num_layers": [None, *(n for n in _powers_of_two(depth) if n < depth)],
             "recompute_modules": (
                 *(("core_attn",), ("norm", "activation")),
-                ("core_attn", "norm", "activation"),
+                *(("core_attn", "norm", "activation"), _all_but_attention(model)),
             ),
         },
         "schedules": {

@@ -137,7 +137,7 @@ LARGE = """#!/bin/bash
   --hidden-dropout 0 --attention-dropout 0 --vocab-size 32000 --max-position-embeddings 4096 \\
   --num-experts 8 --moe-ffn-hidden-size 8192 --expert-model-parallel-size 8 \\
   --seq-length 4096 --micro-batch-size 8 --global-batch-size 512 --bf16 \\
-  --recompute-granularity selective --recompute-modules layernorm mlp moe
+  --recompute-granularity selective --recompute-modules layernorm mhc
 """
 
 
@@ -158,14 +158,14 @@ def test_an_upper_bound_is_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixt
     path.write_text(LARGE.format(start="torchrun --nproc_per_node 8"))
     code, out, err = run(capsys, "simulate", path, "--hardware", "h100-sxm")
     assert (code, "does not fit" in out + err) == (0, False)
-    assert "an upper bound, so it may fit (without --recompute-modules mlp moe)" in out
+    assert "an upper bound, so it may fit (without --recompute-modules mhc)" in out
     full = ("--recompute", "full", "--hardware", "h100-sxm")
     code, out, err = run(capsys, "simulate", path, *full)
     assert (code, "it does not fit" in out, "--recompute-modules" in out + err) == (3, True, False)
     assert sw.simulate(path, "h100-sxm", recompute="full").fit.cannot_fit
     same = ("--recompute", "selective", "--hardware", "h100-sxm")
     code, out, err = run(capsys, "simulate", path, *same)
-    assert (code, "--recompute-modules mlp moe" in err, "modules=norm" in out) == (0, True, True)
+    assert (code, "--recompute-modules mhc" in err, "modules=norm" in out) == (0, True, True)
 
 
 def test_too_few_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ the framework's own defaults is printed, and what it has no flag for is said.
 import random
 import re
 import shlex
+from typing import Any
 
 import pytest
 
@@ -64,7 +65,9 @@ MEGATRON_WORDS = {
     "--optimizer": {"adam", "sgd"},
     "--recompute-granularity": {"full", "selective"},
     "--recompute-method": {"uniform", "block"},
-    "--recompute-modules": {"core_attn", "moe_act", "layernorm", "mlp", "moe"},
+    "--recompute-modules": {
+        *("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
+    },
 }
 """Values that its options take, where these are words."""
 TORCHTITAN = frozenset({
@@ -380,8 +383,10 @@ def test_megatron_recomputes_what_was_timed_so():
     named = megatron("llama3-8b", recompute="full", recompute_num_layers=3)
     assert named["--recompute-method"] == ["block"]
     assert named["--recompute-num-layers"] == ["3"]
-    modules = {"recompute": "selective", "recompute_modules": ("norm", "activation")}
-    assert megatron(**modules)["--recompute-modules"] == ["layernorm", "moe_act"]
+    modules: dict[str, Any] = {"recompute": "selective"}
+    modules["recompute_modules"] = ("norm", "moe_act", "moe")
+    assert megatron(**modules)["--recompute-modules"] == ["layernorm", "moe_act", "moe"]
+    modules["recompute_modules"] = ("norm", "activation")
     found = lines("megatron", "llama3-8b", **modules)
     assert "--recompute-modules layernorm" in found
     assert "# recompute_modules=activation has no flag" in found

@@ -14,6 +14,10 @@ from stagewright.run.sections.declare import (
     setting,
 )
 
+Module = Literal[
+    "core_attn", "norm", "activation", "moe_act", "mla_up_proj", "mlp", "moe", "shared_experts"
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySection:
@@ -24,13 +28,16 @@ class MemorySection:
         "Activations that the backward pass recomputes.",
         elsewhere=NO_BACKWARD,
     )
-    recompute_modules: tuple[Literal["core_attn", "norm", "activation"], ...] = of_training(
+    recompute_modules: tuple[Module, ...] = of_training(
         ("core_attn",),
         "With recompute=selective: modules that are recomputed.",
         elsewhere=NO_BACKWARD,
         needs={"recompute": ("selective",)},
         metavar="LIST",
     )
+    """`activation`: all activation functions of MLPs, `moe_act`: those of routed experts;
+    `mla_up_proj`: from the latents of attention to queries, keys and values. `lower.blocks.MODULES`
+    says what each holds."""
     recompute_num_layers: Count | None = of_training(
         None,
         "With recompute=full: number of layers of each virtual stage that are "

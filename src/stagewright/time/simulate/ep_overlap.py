@@ -64,6 +64,8 @@ def check(run: Run) -> None:
         raise UserError(f"{name} with pp={run.pp} needs several virtual stages; set vpp")
     if run.recompute == "full":
         raise UserError(f"{name} and recompute=full exclude each other")
+    if run.recompute == "selective" and "moe" in run.recompute_modules:
+        raise UserError(f"{name} and recompute_modules=moe exclude each other")
     if (run.mtp_num_layers or 0) > 1:
         got = run.mtp_num_layers
         raise UserError(f"{name} needs mtp_num_layers of 1 or none, got {got}")
