@@ -1,4 +1,4 @@
-"""Training after pretraining: the update step of verl, NeMo-RL and OpenRLHF.
+"""Megatron-Bridge, and training after pretraining: update steps of verl, NeMo-RL and OpenRLHF.
 
 Keys have dots: hydra's `key=value` words, nested YAML, options. Those of Megatron-LM, by whatever
 prefix, are rows of `megatron.csv`.
@@ -6,7 +6,8 @@ prefix, are rows of `megatron.csv`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, cast
 
@@ -21,11 +22,14 @@ from stagewright.launch.reading import (
     apply,
     data_flags,
     parse,
+    started_gpus,
 )
 from stagewright.launch.shell import ShellCommand, shown
 from stagewright.launch.tables import canonical, row_of, table
 
 _OF_MEGATRON = ("megatron", "override_optimizer_config")
+_OF_BRIDGE = ("model", "ddp", "optimizer", "dist", "comm_overlap")
+"""Sections of Megatron-Bridge with fields of Megatron-Core."""
 
 
 def _rows(flags: Iterable[Flag], tool: str) -> Iterator[Flag]:
@@ -33,6 +37,7 @@ def _rows(flags: Iterable[Flag], tool: str) -> Iterator[Flag]:
     for flag in flags:
         exact = table(tool).get(canonical(flag.name))
         inner = any(part in flag.name for part in _OF_MEGATRON)
+        inner |= tool == "megatron_bridge" and flag.name.partition(".")[0] in _OF_BRIDGE
         last = canonical(flag.name.rpartition(".")[2])
         row = exact or (row_of(table("megatron"), last) if inner else None)
         row = row or row_of(table(tool), canonical(flag.name))
@@ -77,6 +82,22 @@ def _finish(
     reading.needs["model"] = f"{why}; name one: MODEL --config {reading.path}"
 
 
+def _overrides(words: Sequence[str]) -> Iterator[Flag]:
+    """Hydra's `key=value` words; lists in brackets have several values."""
+    for word in words:
+        key, sign, value = word.lstrip("+").partition("=")
+        if sign and word[:1] != "-":
+            texts = value.strip("'\"")
+            is_list = texts.startswith("[") and texts.endswith("]")
+            items = re.split(r"\s*,\s*", texts[1:-1]) if is_list else [texts]
+            yield Flag(key, tuple(item.strip("'\"") for item in items), None)
+
+
+def _more(source: LaunchSource) -> list[Flag]:
+    """Flags that the user gives besides the file's."""
+    return [Flag(f.name.lstrip("-"), f.values, None) for f in parse(source.more, [{}])]
+
+
 _UPDATE = "the update step is read; generation and weight transfer are not part"
 
 # ---- verl ----------------------------------------------------------------------------------------
@@ -90,9 +111,7 @@ def _verl_command(source: LaunchSource) -> ShellCommand | None:
 
 def _read_verl(source: LaunchSource, command: ShellCommand) -> LaunchFile:
     reading = LaunchFile(source.path, "verl")
-    words = (word.lstrip("+").partition("=") for word in command.words if word[:1] != "-")
-    given = [Flag(key, (value.strip("'\""),), None) for key, sign, value in words if sign]
-    given += [Flag(f.name.lstrip("-"), f.values, None) for f in parse(source.more, [{}])]
+    given = [*_overrides(command.words), *_more(source)]
     flags = [*_rows(given, "verl")]
     of_model = apply(reading, flags, ignore_unknown=source.ignore_unknown)
     settings = reading.settings
@@ -151,8 +170,7 @@ def _over(base: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
 def _read_nemo(source: LaunchSource, _: ShellCommand) -> LaunchFile:
     reading = LaunchFile(source.path, "NeMo-RL")
     data = _merged(reading, source.data or {}, ())
-    given = [*data_flags(data, "nemo_rl")]
-    given += [Flag(f.name.lstrip("-"), f.values, None) for f in parse(source.more, [{}])]
+    given = [*data_flags(data, "nemo_rl"), *_more(source)]
     on = {flag.name: "".join(flag.values) for flag in given if flag.name.endswith("_cfg.enabled")}
     of_megatron = on.get("policy.megatron_cfg.enabled", "true") == "true" and (
         on.get("policy.dtensor_cfg.enabled") != "true"
@@ -199,6 +217,93 @@ def _read_openrlhf(source: LaunchSource, command: ShellCommand) -> LaunchFile:
     return reading
 
 
+# ---- Megatron-Bridge -----------------------------------------------------------------------------
+
+_FIELD = re.compile(r"\+*(model\.\w+_parallel_size|train\.\w+_(batch_size|iters)|ddp\.\w+)=")
+_RECIPE = re.compile(
+    r"(?P<model>\w+?)_(?P<task>pretrain|sft|peft)"
+    r"(_(?P<gpus>\d+)gpu_[a-z]+\d+\w*?_(?P<dtype>bf16|fp8cs|fp8mx|fp8sc|nvfp4))?(_\w+)?"
+)
+_DTYPES: Mapping[str | None, Mapping[str, str]] = {
+    "fp8cs": {"precision": "fp8", "fp8_recipe": "tensorwise"},
+    "fp8mx": {"precision": "fp8", "fp8_recipe": "mxfp8"},
+    "fp8sc": {"precision": "fp8", "fp8_recipe": "blockwise"},
+    "nvfp4": {"precision": "nvfp4"},
+}
+"""Precisions by the word in a recipe's name."""
+_BRIDGE_DEFAULTS = {"seq_length": 4096, "micro_batch_size": 2, "global_batch_size": 32, "tp": 1,
+                    "pp": 1, "cp": 1}  # fmt: skip
+"""Of `_pretrain_common` (recipes/common.py), from which recipes begin."""
+
+
+def _bridge_command(source: LaunchSource) -> ShellCommand | None:
+    """A command with overrides by section, or the fields of a file of YAML."""
+    data = source.data or {}
+    fields = {f"{of}.{key}" for of in ("model", "train") if isinstance(data.get(of), dict)
+              for key in data[of]}  # fmt: skip
+    sizes = ("batch_size", "parallel_size", "train_iters")
+    if source.format == "yaml" and any(name.endswith(sizes) for name in fields):
+        return ShellCommand((), 1)
+    commands = source.script.commands if source.script else ()
+    programs = ("run_recipe.py", "setup_experiment.py")
+    return next((c for c in commands if any(map(_FIELD.match, c.words))
+                 or any(word.endswith(programs) for word in c.words)), None)  # fmt: skip
+
+
+def _read_bridge(source: LaunchSource, command: ShellCommand) -> LaunchFile:
+    reading = LaunchFile(source.path, "Megatron-Bridge")
+    rows, settings = table("megatron_bridge"), reading.settings
+    before, _, words = megatron.program_of(command)
+    options = [f._replace(name=f.name.lstrip("-")) for f in parse(words, [rows]) if f.name]
+    fields = [*data_flags(source.data or {}, "megatron_bridge"), *_overrides(words)]
+    flags = [*_rows([*options, *fields, *_more(source)], "megatron_bridge")]
+    of_model = dict(apply(reading, flags, ignore_unknown=source.ignore_unknown))
+    names = {"".join(of_model[flag].values) for flag in ("model", "recipe") if flag in of_model}
+    sizes = [flag.name for flag in of_model.values() if flag.row and flag.row.ours != "model.name"]
+    if sizes and not source.ignore_unknown:
+        raise reading.fail(
+            f"{', '.join(sizes)} change sizes of the recipe's model; name a config.json: MODEL "
+            f"--config {source.path}, with --ignore-unknown"
+        )
+    recipe = next((match for name in names if (match := _RECIPE.fullmatch(name))), None)
+    settings |= {**_DTYPES.get(recipe and recipe["dtype"], {}), **settings}
+    started = started_gpus(reading, source, before)
+    if "gpus" not in settings and "nodes" not in started and recipe and recipe["gpus"]:
+        settings["gpus"] = int(recipe["gpus"])
+        reading.notes.append(f"{recipe['gpus']} GPUs, after the recipe's name")
+    nodes, per_node = settings.pop("nodes", 1), settings.pop("gpus_per_node", 0)
+    settings |= {"gpus": nodes * per_node} if per_node else {}
+    absent = [name for name in _BRIDGE_DEFAULTS if name not in settings]
+    settings |= {name: _BRIDGE_DEFAULTS[name] for name in absent}
+    if absent:
+        values = ", ".join(f"{name} {settings[name]}" for name in absent)
+        note = f"the recipe's own values are in Python and not read; taken as {values}"
+        reading.notes.append(note)
+    adapters = settings.pop("peft", False) or (recipe and recipe["task"] == "peft")
+    if adapters and "lora_rank" not in settings:
+        reading.needs["lora_rank"] = "the recipe trains adapters; give --lora-rank"
+    if settings.pop("overlap_grads", True):
+        settings["no_overlap-"] = ["dp"]
+    settings.setdefault("overlap_param_gather", True)
+    if not settings.pop("pad_vocab", False):
+        settings.setdefault("make_vocab_size_divisible_by", 1)
+    named = {"model": Flag("recipe", (_hub_name(recipe["model"] if recipe else "".join(names)),),
+                           rows["recipe"])} if names else {}  # fmt: skip
+    _finish(reading, named, {f.row.flag for f in flags if f.row}, of_megatron=True)
+    return reading
+
+
+def _hub_name(recipe: str) -> str:
+    """A recipe's model as names of checkpoints are spelled.
+
+    >>> _hub_name("llama31_8b"), _hub_name("qwen3_30b_a3b"), _hub_name("llama3_8b_config")
+    ('llama3.1-8b', 'qwen3-30b-a3b', 'llama3-8b')
+    """
+    name = recipe.removesuffix("_config").replace("_", "-")
+    return re.sub(r"^(llama|qwen)(\d)(\d)(?=-)", r"\1\2.\3", name)
+
+
+BRIDGE = Tool("Megatron-Bridge", _bridge_command, _read_bridge, ("train:", "model:"))
 VERL = Tool("verl", _verl_command, _read_verl)
 NEMO_RL = Tool("NeMo-RL", _nemo_claim, _read_nemo, ("policy:", "cluster:"))
 OPENRLHF = Tool("OpenRLHF", _openrlhf_command, _read_openrlhf)

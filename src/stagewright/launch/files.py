@@ -24,6 +24,7 @@ from stagewright.model.presets import PRESETS
 
 TOOLS: tuple[Tool, ...] = (
     megatron.SLIME,
+    alignment.BRIDGE,
     megatron.MEGATRON,
     recipes.TORCHTITAN,
     recipes.DEEPSPEED,

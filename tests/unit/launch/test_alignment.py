@@ -1,4 +1,4 @@
-"""Update steps of verl, NeMo-RL and OpenRLHF."""
+"""Megatron-Bridge, and update steps of verl, NeMo-RL and OpenRLHF."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import stagewright as sw
+from stagewright.api.experiments import load_experiment
 from stagewright.errors import UserError
 
 VERL = """
@@ -120,3 +121,50 @@ def test_openrlhf(tmp_path: Path) -> None:
         "seq_length": 2048, "recompute": "full", "lora_rank": 16, "no_overlap": ["dp"],
     })  # fmt: skip
     assert sw.load_run(path, {"dp": 8}).lora_rank == 16
+
+
+BRIDGE = """
+srun torchrun --nproc_per_node 8 --nnodes 2 scripts/training/run_recipe.py \\
+  --recipe RECIPE --mode pretrain --dataset mock -sl 8192 -mb 1 -tp 2 \\
+  model.sequence_parallel=true train.global_batch_size=128 ddp.overlap_param_gather=false \\
+  model.recompute_granularity=selective 'model.recompute_modules=[core_attn]' logger.log_interval=1
+"""
+BRIDGE_YAML = """
+dataset: {seq_length: 4096}
+train: {train_iters: 100, global_batch_size: 8, micro_batch_size: 1}
+model: {tensor_model_parallel_size: 2, virtual_pipeline_model_parallel_size: null}
+ddp: {overlap_grad_reduce: false, grad_reduce_in_fp32: false}
+mixed_precision: bf16_with_mxfp8_mixed
+"""
+
+
+def test_megatron_bridge(tmp_path: Path) -> None:
+    """Overrides of a recipe, whose name has the model and more."""
+    path = tmp_path / "train.sh"
+    path.write_text(BRIDGE.replace("RECIPE", "llama31_8b_pretrain_32gpu_h100_fp8mx_config"))
+    wanted = {"model": "llama3.1-8b", "tp": 2, "dp": 8, "seq_length": 8192, "micro_batch_size": 1,
+              "global_batch_size": 128, "sequence_parallel": True, "recompute": "selective",
+              "zero": 1, "precision": "fp8", "fp8_recipe": "mxfp8"}  # fmt: skip
+    experiment = load_experiment(path)
+    assert {name: getattr(experiment.run, name) for name in wanted} == wanted
+    assert not experiment.execution.overlap_param_gather
+    assert not experiment.execution.no_overlap
+    assert "taken as pp 1, cp 1" in str(sw.read_launch(path).notes)
+    path.write_text(path.read_text().replace("torchrun --nproc_per_node 8 --nnodes 2", "python"))
+    assert sw.load_run(path).dp == 16  # 32 GPUs, after the recipe's name
+    path.write_text(BRIDGE.replace("RECIPE", "llama3_8b_peft_config"))
+    with pytest.raises(UserError, match="the recipe trains adapters; give --lora-rank"):
+        sw.load_run(path)
+    path.write_text(BRIDGE.replace("RECIPE", "llama3_8b model.hidden_size=1024"))
+    with pytest.raises(UserError, match=r"model.hidden_size change sizes of the recipe's model"):
+        sw.load_run(path)
+
+
+def test_megatron_bridge_in_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "conf.yaml"
+    path.write_text(BRIDGE_YAML)
+    experiment = load_experiment(path, {"model": "llama3.2-1b", "gpus": 8})
+    wanted = {"tp": 2, "dp": 4, "vpp": 1, "zero": 1, "grad_reduce_dtype": "bf16",
+              "precision": "fp8", "fp8_recipe": "mxfp8", "global_batch_size": 8}  # fmt: skip
+    assert {name: getattr(experiment.run, name) for name in wanted} == wanted
+    assert experiment.execution.no_overlap == {"dp"}
