@@ -50,7 +50,7 @@ def simulate(
     """
     ranks: list[Rank] = [None] * program.mesh.world_size  # type: ignore[list-item]
     for nth, (of, duration) in enumerate(zip(program.classes, ticks, strict=True)):
-        queues, needs, rows = issued(program, of.tasks, how)
+        queues, needs, rows, of_weights = issued(program, of.tasks, how)
         cost, joined = hosts[nth] if hosts else ([], [])
         for r in of.ranks.tolist():
             ranks[r] = Rank(
@@ -58,7 +58,7 @@ def simulate(
                 duration.tolist(),
                 queues,
                 needs,
-                _partners(program, of.tasks, r),
+                _partners(program, of.tasks, r, of_weights),
                 Fraction(factors.get(r, 1)),
                 [0] * len(queues),
                 {row: s for s, queue in enumerate(queues) for row in queue},
@@ -184,12 +184,13 @@ class Clock:
             self.sent[key].append(now)
 
 
-def _partners(program: Program, tasks: Tasks, rank: int) -> list[object]:
+def _partners(program: Program, tasks: Tasks, rank: int, of_weights: set[int]) -> list[object]:
     result: list[object] = []
     for row, kind in enumerate(tasks.kind.tolist()):
         slot = int(tasks.slot[row])
         if kind == TaskKind.COLLECTIVE:
-            result.append(("group", int(program.group_of(slot)[rank])))
+            group = int(program.group_of(slot)[rank])
+            result.append(("group", group, row in of_weights))
         elif kind not in (TaskKind.SEND, TaskKind.RECV):
             result.append(None)
         else:
@@ -201,8 +202,12 @@ def _partners(program: Program, tasks: Tasks, rank: int) -> list[object]:
 
 def issued(
     program: Program, tasks: Tasks, how: Execution
-) -> tuple[list[list[int]], list[set[int]], list[int]]:
-    """Streams, each a list of rows, kernels first; what each row needs; all rows in order."""
+) -> tuple[list[list[int]], list[set[int]], list[int], set[int]]:
+    """Streams, each a list of rows, kernels first; what each row needs; all rows in order.
+
+    Also collectives of weights and gradients, which have communicators of their own where they
+    share ranks with activations.
+    """
     size = len(tasks)
     needs = [
         set(tasks.data[tasks.data_ptr[i] : tasks.data_ptr[i + 1]].tolist()) for i in range(size)
@@ -253,12 +258,35 @@ def issued(
     reduced = again | aside | {r for r in range(size) if reduction(r) and gradient(r)}
     late: set[int] = set()
     for r in range(size):
-        if once[r] and not one and (data[r] & (reduced | late) or "dp" in how.no_overlap):
+        # Sums over copies of a tensor, which only the optimizer reads.
+        of_copies = reduction(r) and _degree(program, tasks, r) in ("tp", "pp")
+        of_copies &= all(u in aside or phase[u] == "optimizer" for u in users[r])
+        after = of_copies or data[r] & (reduced | late) or "dp" in how.no_overlap
+        if once[r] and not one and after:
             late.add(r)
     early = [r for r in range(size) if phase[r] != "optimizer" and r not in late]
     rows = early + sorted(late) + [r for r in range(size) if phase[r] == "optimizer"]
     if not one:
         rows = _prefetched(tasks, kind, phase, needs, aside, rows, how, moved, casts)
+
+    def of_microbatch(r: int) -> bool:
+        """A gradient of a weight, not one of keys and values, that a microbatch reduces."""
+        along = _degree(program, tasks, r)
+        return along == "dp" or (along == "cp" and gradient(r))
+
+    collectives = [r for r in range(size) if kind[r] == TaskKind.COLLECTIVE]
+    of_weights = {
+        r
+        for r in collectives
+        if r in again
+        or (reduction(r) and of_microbatch(r))
+        or (
+            COLLECTIVES[tasks.collective[r]] == "all_gather"
+            and (phase[r] == "optimizer" or tasks.data_ptr[r] == tasks.data_ptr[r + 1])
+        )
+    }
+    shared = {int(tasks.slot[r]) for r in collectives if r not in of_weights}
+    of_weights = {r for r in of_weights if int(tasks.slot[r]) in shared and not one}
 
     def stream(r: int) -> object:
         if kind[r] == TaskKind.COMPUTE and r not in aside and (one or tasks.slot[r] < 0):
@@ -269,6 +297,8 @@ def issued(
             return "communication"
         if r in aside:
             return stream(min(data[r]))
+        if r in of_weights:
+            return "weights", int(tasks.slot[r])
         if kind[r] == TaskKind.COMPUTE:  # a small kernel on the stream of a communicator
             return TaskKind.COLLECTIVE, int(tasks.slot[r])
         return kind[r], int(tasks.slot[r])
@@ -284,9 +314,7 @@ def issued(
     for r in rows:
         s = stream(r)
         reduces = reduction(r) and tasks.microbatch[r] >= 0
-        if reduces:  # over cp: gradients of weights, and not those of keys and values
-            along = _degree(program, tasks, r)
-            reduces = along == "dp" or (along == "cp" and gradient(r))
+        reduces = reduces and of_microbatch(r)
         if (reduces or kind[r] == TaskKind.STORE) and not one:
             if not lots[reduces]:
                 awaited[reduces] = set(done[reduces].values())
@@ -305,7 +333,7 @@ def issued(
             lots = [{}, {}]
         elif kind[r] != TaskKind.COMPUTE and (empty[r] or kind[r] == TaskKind.LOAD) and last >= 0:
             needs[r] |= {last, *awaited[0], *awaited[1]}
-    return [*queues.values()], needs, rows
+    return [*queues.values()], needs, rows, of_weights
 
 
 DEGREES = {

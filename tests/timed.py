@@ -125,13 +125,14 @@ def by_action(program: Program, by_row: Sequence[NDArray[Any]]) -> list[NDArray[
     return result
 
 
-def one_unit(tasks: Tasks, execution: Execution) -> Units:
+def one_unit(program: Program, tasks: Tasks, execution: Execution) -> Units:
     """All rows of a rank as one unit: the oracle of units of actions."""
     size = len(tasks)
     zeros, none = np.zeros(size, np.int64), np.zeros(0, np.int64)
     return Units(
-        tasks, deferred_past_backward(tasks, execution), np.arange(size), zeros, zeros, tasks.reads,
-        CarriedDeps(none, none, none, none), ((0,),), np.arange(size), np.zeros((1, 1), np.int64),
+        tasks, deferred_past_backward(program, tasks, execution), np.arange(size), zeros, zeros,
+        tasks.reads, CarriedDeps(none, none, none, none), ((0,),), np.arange(size),
+        np.zeros((1, 1), np.int64),
     )  # fmt: skip
 
 

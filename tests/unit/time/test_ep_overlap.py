@@ -34,7 +34,7 @@ def rows_sent(t: Tasks) -> np.ndarray:
 
 def order_of(of: Program, t: Tasks) -> np.ndarray:
     """All rows of a rank in issue order."""
-    unit = one_unit(t, ON)
+    unit = one_unit(of, t, ON)
     return combined.order(t, unit.row, unit.unit, unit.member, exchanges_tokens(of, t))
 
 

@@ -77,7 +77,7 @@ def test_units_issue_rows_in_the_order_of_the_whole_rank(run: str, way: str) -> 
         for nth, number in enumerate(table.classes):
             work = program.classes[number].work
             rows = issued(table, nth, work.order)
-            whole = issue_rules(program, one_unit(work.tasks, how), how)
+            whole = issue_rules(program, one_unit(program, work.tasks, how), how)
             assert np.array_equal(rows, whole.rows)
 
 
@@ -97,10 +97,11 @@ def test_units_keep_every_need_of_every_row(run: str, way: str) -> None:
 
 def test_deferred_rows_are_in_the_last_unit() -> None:
     """Sequence parallelism reduces gradients of norms over tp after all backward passes."""
-    (of,) = program_of("sp").classes
+    program = program_of("sp")
+    (of,) = program.classes
     actions, order = of.work.actions, of.work.order
     tasks = actions.tasks
-    deferred = deferred_past_backward(tasks, Execution())
+    deferred = deferred_past_backward(program, tasks, Execution())
     assert deferred.any()
     units, (sequence,) = units_of(actions, [order], deferred, in_turns=False)
     last = int(sequence.unit[-1])

@@ -5,9 +5,10 @@ Tasks are issued in program order, with these exceptions:
 - Weight all-gathers are prefetched, `Execution.prefetch` blocks ahead of their first reader.
 - With `overlap_param_gather`, blocks wait for their updated parameters in the next step's forward
   pass, and once-per-step casts of weights are issued at the first forward of their block.
-- A gradient that is reduced a second time (layer norms over tp, with sequence parallelism) is
-  reduced after the backward pass (Megatron-LM's `finalize_model_grads`). Without data-parallel
-  overlap, all once-per-step reductions are.
+- Gradients of one tensor's copies on ranks of tp or pp (layer norms with sequence parallelism, tied
+  embeddings), and gradients that are reduced a second time, are reduced after the backward pass
+  (Megatron-LM's `finalize_model_grads`). Without data-parallel overlap, all once-per-step
+  reductions are.
 - With `overlap_moe_expert_parallel_comm`, two microbatches take turns (`ep_overlap`).
 """
 
@@ -108,11 +109,11 @@ def _prefetch(
     sort_key[moved] = sort_key[first_kernel_of_block[target_block]] - 0.5
 
 
-def deferred_past_backward(tasks: Tasks, execution: Execution) -> Bool:
+def deferred_past_backward(program: Program, tasks: Tasks, execution: Execution) -> Bool:
     """Mask of once-per-step backward tasks that are issued just before the optimizer.
 
-    All of them without data-parallel overlap; otherwise second reductions, of gradients that are
-    reduced once already, and what follows them.
+    All of them without data-parallel overlap; otherwise reductions over tp or pp alone, second
+    reductions, of gradients that are reduced once already, and what follows them.
     """
     once_per_step = (tasks.microbatch < 0) & (tasks.phase == BACKWARD_PHASE)
     if execution.streams == "one":
@@ -124,6 +125,14 @@ def deferred_past_backward(tasks: Tasks, execution: Execution) -> Bool:
     of_microbatch = _reduces(tasks) & (tasks.microbatch >= 0)
     once_reduced |= of_microbatch & ~_read_before_optimizer(tasks, reads, ignored=once_reduced)
     deferred = once_per_step & _has_dependency_in(once_reduced, reads)
+    axes = comm_axes(program, tasks)
+    of_copies = axes.of_tasks([degree in ("tp", "pp") for degree in axes.degrees])
+    deferred |= (
+        of_copies
+        & _reduces(tasks)
+        & once_per_step
+        & ~_read_before_optimizer(tasks, reads, ignored=accumulates_grads(tasks, reads))
+    )
     while True:
         more = deferred | (once_per_step & _has_dependency_in(deferred, reads))
         if np.array_equal(more, deferred):
@@ -149,6 +158,11 @@ def _gathers(tasks: Tasks) -> Bool:
 def gathers_params(tasks: Tasks) -> Bool:
     """Mask of all-gathers of updated parameters."""
     return _gathers(tasks) & (tasks.phase == OPTIMIZER_PHASE)
+
+
+def gathers_weights(tasks: Tasks) -> Bool:
+    """Mask of all-gathers of weights: they wait for no kernel of the pass, or for their update."""
+    return _gathers(tasks) & ((np.diff(tasks.data_ptr) == 0) | (tasks.phase == OPTIMIZER_PHASE))
 
 
 def gather_params_before_forward(tasks: Tasks, reads: Edges) -> tuple[Edges, Edges]:
@@ -230,6 +244,12 @@ def microbatch_reductions(program: Program, tasks: Tasks, accumulates_grads: Boo
         reads = Edges(*tasks.reads)
         over_cp &= ~_read_before_optimizer(tasks, reads, ignored=accumulates_grads)
     return over_dp | over_cp
+
+
+def reduces_gradients(program: Program, tasks: Tasks) -> Bool:
+    """Mask of reductions of gradients of weights, once per step or in each microbatch."""
+    sums = accumulates_grads(tasks, Edges(*tasks.reads))
+    return _reduces_once_per_step(tasks) | microbatch_reductions(program, tasks, sums)
 
 
 def accumulates_grads(tasks: Tasks, reads: Edges) -> Bool:

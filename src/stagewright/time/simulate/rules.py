@@ -1,7 +1,10 @@
 """Issue rules: streams and dependencies of tasks, within and across units.
 
 Streams are those of a CUDA process: one for compute, one per NCCL communicator, one per peer for
-sends, one for loads from the host (H2D) and one for stores to it (D2H). A task starts once the
+sends, one for loads from the host (H2D) and one for stores to it (D2H). Ranks that exchange both
+weights or gradients and activations, as those of cp do where dp is 1, have a communicator for each
+(`get_data_parallel_group(with_context_parallel=True)` of Megatron-LM, the mesh `dp_shard_cp` of
+torchtitan). A task starts once the
 previous task on its stream and all its dependencies have ended. A task without dependencies, such
 as a weight all-gather or a posted receive, starts after the kernel issued before it. A small kernel
 whose `slot` names a communicator runs on that communicator's stream. Kernels that accumulate
@@ -24,7 +27,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Int
-from stagewright.program.columns import COMPUTE, LOAD, RECV, SEND, STORE, Actions, Program, Tasks
+from stagewright.program.columns import (
+    COLLECTIVE,
+    COMPUTE,
+    LOAD,
+    RECV,
+    SEND,
+    STORE,
+    Actions,
+    Program,
+    Tasks,
+)
 from stagewright.program.comm_axes import comm_axes
 from stagewright.run.sections.execution import Execution
 from stagewright.time.dispatch import exchanges_tokens
@@ -35,8 +48,10 @@ from stagewright.time.simulate.order import (
     deferred_past_backward,
     gather_params_before_forward,
     gathers_params,
+    gathers_weights,
     issue_positions,
     microbatch_reductions,
+    reduces_gradients,
 )
 from stagewright.time.simulate.units import CarriedDeps, Units, UnitSequence, units_of
 
@@ -149,7 +164,7 @@ def tables_of(program: Program, execution: Execution) -> list[IssueTable]:
     for classes in sharing.values():
         works = [program.classes[class_id].work for class_id in classes]
         actions = works[0].actions
-        deferred = deferred_past_backward(actions.tasks, execution)
+        deferred = deferred_past_backward(program, actions.tasks, execution)
         units, sequences = units_of(
             actions, [work.order for work in works], deferred,
             in_turns=execution.overlap_moe_expert_parallel_comm and execution.streams != "one",
@@ -160,7 +175,13 @@ def tables_of(program: Program, execution: Execution) -> list[IssueTable]:
 
 
 def num_streams(program: Program) -> int:
-    """Number of streams: compute, one per communicator, one per peer, loads, stores."""
+    """Number of streams: compute, one per communicator and peer, loads, stores, and again
+    one per communicator, for weights and gradients.
+    """
+    return _first_of_weights(program) + len(program.communicators)
+
+
+def _first_of_weights(program: Program) -> int:
     return 1 + len(program.communicators) + len(program.peers) + 2
 
 
@@ -195,7 +216,7 @@ def issue_rules(program: Program, units: Units, execution: Execution) -> IssueRu
     on_comm_stream = on_comm_stream[rows]
 
     kind, slot = tasks.kind[rows], tasks.slot[rows].astype(np.int64)
-    stream = _streams(program, kind, slot, execution)
+    stream = _streams(program, kind, slot, of_weights(program, tasks)[rows], execution)
     is_kernel = (stream == COMPUTE_STREAM) & ~on_comm_stream
     if on_comm_stream.any():
         stream = _move_to_stream_of_collective(stream, on_comm_stream, local, rows, carried)
@@ -236,15 +257,25 @@ def issue_rules(program: Program, units: Units, execution: Execution) -> IssueRu
 # ---- streams -------------------------------------------------------------------------------------
 
 
-def _streams(program: Program, kind: NDArray[np.uint8], slot: Int, execution: Execution) -> Int:
+def of_weights(program: Program, tasks: Tasks) -> Bool:
+    """Mask of collectives of weights and gradients whose communicator moves activations, too."""
+    moves_weights = reduces_gradients(program, tasks) | gathers_weights(tasks)
+    others = (tasks.kind == COLLECTIVE) & ~moves_weights
+    return moves_weights & np.isin(tasks.slot, tasks.slot[others])
+
+
+def _streams(
+    program: Program, kind: NDArray[np.uint8], slot: Int, weights: Bool, execution: Execution
+) -> Int:
     """Stream of each task. With `streams="one"`, all communication shares stream 1."""
     is_compute = kind == COMPUTE
     if execution.streams == "one":
         stream = np.ones(len(kind), dtype=np.int64)
     else:
         stream = 1 + slot + np.where(kind == SEND, len(program.communicators), 0)
-        stream[kind == LOAD] = num_streams(program) - 2
-        stream[kind == STORE] = num_streams(program) - 1
+        stream[kind == LOAD] = _first_of_weights(program) - 2
+        stream[kind == STORE] = _first_of_weights(program) - 1
+        stream[weights] = _first_of_weights(program) + slot[weights]
         is_compute &= slot < 0
     stream[is_compute] = COMPUTE_STREAM
     stream[kind == RECV] = NO_STREAM
