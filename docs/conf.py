@@ -22,4 +22,5 @@ exclude_patterns = ["release.md"]
 html_theme = "furo"
 html_title = f"Stagewright {__version__}"
 html_static_path: list[str] = []
+html_extra_path = ["reference/run.schema.json"]
 pygments_style = "friendly"

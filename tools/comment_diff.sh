@@ -17,15 +17,16 @@ trap 'git worktree remove --force "$place/base"; rm -rf "$place"' EXIT
 ln -s "$PWD" "$place/head"
 
 readarray -t patterns < <(sed -e 's/^[[:space:]]*//' -e 's/[[:space:]]*$//' -e '/^$/d' <<< "$FILES")
+[ ${#patterns[@]} -gt 0 ] || { echo "::error::files: got none, wanted patterns of launch scripts"; exit 2; }
 read -rd '' -a options <<< "$OPTIONS" || true
 git diff -z --name-status --find-renames "$base" HEAD -- "${patterns[@]/#/:(glob)}" > "$place/changed"
 marker="<!-- stagewright diff $(printf '%s' "$FILES $HARDWARE $OPTIONS" | sha256sum | head -c 12) -->"
 
-compare() { # OLD NEW, of which OLD may be /dev/null: Markdown, or the error as code
+compare() { # OLD NEW, of which OLD may be /dev/null: Markdown, or the error as a block of code
     local code=0
     (cd "$place" && stagewright diff "$1" "$2" --hardware "$HARDWARE" --markdown "${options[@]}") \
-        2> "$place/error" || code=$?
-    [ "$code" != 2 ] || sed 's/^/    /' "$place/error"
+        > "$place/text" 2> "$place/error" || code=$?
+    if [ -s "$place/text" ]; then cat "$place/text"; else sed 's/^/    /' "$place/error"; fi
     return "$code"
 }
 

@@ -155,6 +155,7 @@ def test_exit_codes_and_errors(repository: Repository):
     assert repository.run(OPTIONS="--max-slowdown 5").returncode == 1
     assert repository.run(OPTIONS="--max-slowdown 5000").returncode == 0
     repository.git("branch", "--force", "before")
+    assert repository.run(FILES=" \n").returncode == 2
     done = repository.run(BASE="origin/absent")
     assert (done.returncode, "::error::" in done.stdout) == (2, True)
 

@@ -107,6 +107,13 @@ class DiffedRun(NamedTuple):
         return cls(name, file, experiment, sections, model, None, notes(experiment))
 
     @property
+    def kind(self) -> str:
+        """What runs, in words."""
+        mode = self.experiment.run.mode
+        step = "a training step" if mode == "train" else f"a step of {mode}"
+        return step if self.serving is None else "a server"
+
+    @property
     def all_notes(self) -> list[str]:
         """Assumptions of the file and of the run."""
         return [*(self.file.summary()[1:] if self.file else ()), *self.notes]
@@ -281,7 +288,10 @@ class Changes(PublicResult):
             "slowdown": self.slowdown,
             "fits": [step.fits for step in self._steps],
             **{
-                name: [dict(zip((head, "old", "new", "reason"), row, strict=False)) for row in rows]
+                name: [
+                    dict(zip((head, "old", "new", "reason"), map(views.plain, row), strict=False))
+                    for row in rows
+                ]
                 for name, head, rows in (
                     ("settings", "setting", self._settings()),
                     ("model", "part", self._model()),
@@ -326,10 +336,9 @@ def diff(
     if hardware is not None:
         given["hardware"] = path_text(hardware)
     sides = read_run("old", path_text(old), given), read_run("new", path_text(new), given)
-    if (sides[0].serving is None) != (sides[1].serving is None):
-        words = ["a training script or a step", "a server"]
-        kinds = [f"{side.name} is {words[side.serving is not None]}" for side in sides]
-        raise UserError(f"{' and '.join(kinds)}: wanted two of a kind")
+    if sides[0].kind != sides[1].kind:
+        kinds = " and ".join(f"{side.name} is {side.kind}" for side in sides)
+        raise UserError(f"{kinds}: wanted two of a kind")
     changes = Changes(*sides, None)
     different = changes.tables["settings"](), changes.tables["model"]()
     if not any(map(len, different)):

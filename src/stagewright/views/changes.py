@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -108,6 +108,20 @@ def differences(title: str, head: str, rows: Sequence[tuple[Any, ...]], *more: s
     """A table of names with their old and new value."""
     cells = [(name, _text(name, old), _text(name, new), *rest) for name, old, new, *rest in rows]
     return Table.of_rows(title, (head, "old", "new", *more), cells)
+
+
+def plain(value: Any) -> Any:
+    """A value of a setting, or of a model, as JSON has it."""
+    if isinstance(value, frozenset):
+        return sorted(map(str, cast("frozenset[object]", value)))
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in cast("list[object]", [*value])]
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[object, object]", value)
+        return {str(key): plain(item) for key, item in entries.items()}
+    if is_dataclass(value):
+        return {of.name: plain(getattr(value, of.name)) for of in fields(value)}
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def _text(name: str, value: Any) -> str:

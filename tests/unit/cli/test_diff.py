@@ -168,6 +168,8 @@ def test_markdown(scripts: Path, call: Call):
         (("serve.sh", "serve.sh"), "old: serve.sh: CONC"),
         (("gpt2", "gpt2", "--set", "X=1"), "name some"),
         (("lama3-8b", "gpt2"), "llama3-8b"),
+        (("gpt2?mode=decode", "gpt2"), "a step of decode and gpt2 is a training step"),
+        (("gpt2", "/dev/null"), "a deleted file has no figures"),
         ((".", "gpt2"), ". holds traces"),
         (("gpt2", "gpt2?tp=2", "--json", "--markdown"), "exclude each other"),
         (("old.sh", "serve.sh", "--set", "X=1"), "old.sh: has no variable X"),
@@ -188,6 +190,27 @@ def test_run_files(scripts: Path):
     assert [(row["setting"], row["old"], row["new"]) for row in found.table("settings").rows] == [
         ("tp", "2", "4")
     ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "value"),
+    [
+        ("gpt2?no_overlap=dp&dp=2", "gpt2?dp=2", [["dp"], []]),
+        ("gpt2?pp=2&layers_per_stage=1,3", "gpt2?pp=2", [[1, 3], [2, 2]]),
+    ],
+)
+def test_values_of_all_types_are_json(call: Call, old: str, new: str, value: list[object]):
+    _, out, _ = call(old, new, "--layers", "4", "--seq-length", "64", "--json")
+    (row,) = json.loads(out)["settings"]
+    assert [row["old"], row["new"]] == value
+
+
+def test_parts_of_other_models_are_json(call: Call):
+    _, out, _ = call("mamba2-1.3b", "deepseek-v3", "--layers", "2", "--seq-length", "64", "--json",
+                     "--allow-oom")  # fmt: skip
+    rows = {row["part"]: row for row in json.loads(out)["model"]}
+    assert rows["state_space"]["old"]["heads"] == 64
+    assert rows["state_space"]["new"] is None
 
 
 def test_values_of_one_side_alone(scripts: Path, call: Call):

@@ -65,6 +65,8 @@ def diff(
     from stagewright.api.changes import read_run
     from stagewright.api.simulated import Simulation
 
+    if b == os.devnull:
+        raise UserError(f"{b}: a deleted file has no figures; wanted a new run")
     if a == os.devnull:
         [name] = runs.with_variables([b])
         run = read_run("new", name, given)
