@@ -104,9 +104,7 @@ _UPDATE = "the update step is read; generation and weight transfer are not part"
 
 
 def _verl_command(source: LaunchSource) -> ShellCommand | None:
-    commands = source.script.commands if source.script else ()
-    trains = (c for c in commands if any("verl.trainer.main_ppo" in word for word in c.words))
-    return next(trains, None)
+    return source.first_with("verl.trainer.main_ppo")
 
 
 def _read_verl(source: LaunchSource, command: ShellCommand) -> LaunchFile:
@@ -197,9 +195,7 @@ def _read_nemo(source: LaunchSource, _: ShellCommand) -> LaunchFile:
 
 
 def _openrlhf_command(source: LaunchSource) -> ShellCommand | None:
-    commands = source.script.commands if source.script else ()
-    trains = (c for c in commands if any("openrlhf.cli.train_" in word for word in c.words))
-    return next(trains, None)
+    return source.first_with("openrlhf.cli.train_")
 
 
 def _read_openrlhf(source: LaunchSource, command: ShellCommand) -> LaunchFile:
@@ -244,10 +240,8 @@ def _bridge_command(source: LaunchSource) -> ShellCommand | None:
     sizes = ("batch_size", "parallel_size", "train_iters")
     if source.format == "yaml" and any(name.endswith(sizes) for name in fields):
         return ShellCommand((), 1)
-    commands = source.script.commands if source.script else ()
-    programs = ("run_recipe.py", "setup_experiment.py")
-    return next((c for c in commands if any(map(_FIELD.match, c.words))
-                 or any(word.endswith(programs) for word in c.words)), None)  # fmt: skip
+    named = source.first_with("run_recipe.py", "setup_experiment.py")
+    return named or source.first(lambda command: any(map(_FIELD.match, command.words)))
 
 
 def _read_bridge(source: LaunchSource, command: ShellCommand) -> LaunchFile:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from stagewright.launch.tables import FlagRow, canonical, table, value_of
 
-TABLES = ("common", "megatron", "vllm", "torchtitan")
-"""Tables whose names are options here; of two rows of a name the first one counts."""
+TABLES = ("megatron", "vllm", "torchtitan", "common")
+"""Tables whose names are options here; of two rows of a name `common` has the one that counts."""
 
 
 class OtherName(NamedTuple):
@@ -169,7 +169,7 @@ class OtherNames(NamedTuple):
 @cache
 def _by_setting() -> Mapping[str, list[FlagRow]]:
     rows: dict[str, list[FlagRow]] = {}
-    for tool in ("megatron", "vllm", "torchtitan", "common"):
+    for tool in TABLES:
         for row in {id(row): row for row in table(tool).values()}.values():
             if row.setting and not row.note:
                 rows.setdefault(row.setting, []).append(row)
@@ -253,7 +253,7 @@ _NOTHING = "it changes nothing that Stagewright computes; drop it"
 @cache
 def _merged() -> Mapping[str, FlagRow]:
     rows: dict[str, FlagRow] = {}
-    for tool in TABLES:
+    for tool in ("common", *TABLES):
         rows = {**table(tool), **rows}
     return rows
 

@@ -137,7 +137,15 @@ class LaunchSource(NamedTuple):
     """Flags that the user gives besides those of the file."""
     ignore_unknown: bool = False
     format: str = "shell"
-    """Of the text: shell, toml, json or yaml."""
+    """Of the text: shell, toml, json, yaml or python."""
+
+    def first(self, starts: Callable[[ShellCommand], object]) -> ShellCommand | None:
+        """The first command of the script for which this is true."""
+        return next(filter(starts, self.script.commands if self.script else ()), None)
+
+    def first_with(self, *words: str) -> ShellCommand | None:
+        """The first command that has a word with one of these in it."""
+        return self.first(lambda c: any(part in word for word in c.words for part in words))
 
 
 class Tool(NamedTuple):

@@ -6,6 +6,7 @@ model; torchtitan's names one, beside the others MODEL is given.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -60,14 +61,11 @@ def _torchtitan_command(source: LaunchSource) -> ShellCommand | None:
         return _NOTHING if sections and "model" in source.data else None
     if source.format == "python":
         return _NOTHING if source.data is not None else None
-    if source.script is None:
-        return None
     rows = table("torchtitan")
-    for command in source.script.commands:
-        names = [word.partition("=")[0] for word in command.words if word.startswith("--")]
-        if any("." in name and row_of(rows, canonical(name)) for name in names):
-            return command
-    return None
+    options = re.compile(r"--[^=]+\.[^=]+")
+    return source.first(lambda command: any(
+        row_of(rows, canonical(option[0])) for option in map(options.match, command.words) if option
+    ))  # fmt: skip
 
 
 def _read_torchtitan(source: LaunchSource, command: ShellCommand) -> LaunchFile:

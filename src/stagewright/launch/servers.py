@@ -64,8 +64,7 @@ def _start(server: Server, words: Sequence[str]) -> int | None:
 
 
 def _command(source: LaunchSource, server: Server) -> ShellCommand | None:
-    commands = source.script.commands if source.script else ()
-    return next((c for c in commands if _start(server, c.words) is not None), None)
+    return source.first(lambda command: _start(server, command.words) is not None)
 
 
 def _read(source: LaunchSource, command: ShellCommand, server: Server) -> LaunchFile:
@@ -144,9 +143,8 @@ def _with_marks(flags: Iterator[Flag]) -> Iterator[Flag]:
 
 def _client(source: LaunchSource) -> ShellCommand:
     """The first command that sends requests; an empty one: none does."""
-    commands = source.script.commands if source.script else ()
-    sends = (c for c in commands if _CLIENT.search(" ".join(c.words[:6])))
-    return next(sends, ShellCommand((), 0))
+    sends = source.first(lambda command: _CLIENT.search(" ".join(command.words[:6])))
+    return sends or ShellCommand((), 0)
 
 
 def _ask(reading: LaunchFile, flags: Sequence[Flag]) -> None:
