@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -68,7 +69,8 @@ class DiffedRun(NamedTuple):
         for part in filter(None, query.split("&")):
             key, equals, value = part.partition("=")
             variable = re.search(rf"\$\{{?{re.escape(key)}\b|(?<![\w-]){re.escape(key)}=", text)
-            if is_launch and (variable or not is_setting_name(canonical(key))):
+            ours = is_setting_name(canonical(key)) or canonical(key) in {"model", *LOAD}
+            if is_launch and (variable or not ours):
                 source += f"{'&' if '?' in source else '?'}{part}"  # a variable, a flag it lacks
             else:
                 own[key] = value_of(value) if equals else True
@@ -103,8 +105,8 @@ class DiffedRun(NamedTuple):
         of_serving = {n: values.pop(n) for n in [*values] if n in SERVING}
         experiment = load_experiment(None, {"model": model, **values, "mode": "decode"})
         _hardware(experiment)
-        sections, model = ServingSections.of(of_serving), model_of(experiment.run.model)
-        return cls(name, file, experiment, sections, model, None, notes(experiment))
+        sections, config = ServingSections.of(of_serving), model_of(experiment.run.model)
+        return cls(name, file, experiment, sections, config, None, notes(experiment))
 
     @property
     def kind(self) -> str:
@@ -186,7 +188,7 @@ class Changes(PublicResult):
     @property
     def slowdown(self) -> float:
         """Growth of the time per token, or of the mean time of a request."""
-        return 0.0 if self.same else views.slowdown(self._figures())
+        return 0.0 if self.same else views.slowdown(self._figures)
 
     @property
     def notes(self) -> list[str]:
@@ -222,16 +224,15 @@ class Changes(PublicResult):
     def _steps(self) -> list[Simulation]:
         return [result for result in self.results or () if isinstance(result, Simulation)]
 
+    @cached_property
     def _figures(self) -> list[views.ChangedFigure]:
         if self._steps:
             return views.of_steps(*self._steps)
         pair = [result for result in self.results or () if isinstance(result, Serving)]
-        return (
-            views.of_servers(
-                [r.summary for r in pair], [r.expense() for r in pair], [r.group for r in pair]
-            )
-            if pair
-            else []
+        if not pair:
+            return []
+        return views.of_servers(
+            [r.summary for r in pair], [r.expense() for r in pair], [r.group for r in pair]
         )
 
     def _communication(self) -> Table:
@@ -246,7 +247,7 @@ class Changes(PublicResult):
             "flags": lambda: views.differences(
                 "flags without effect on the figures", "flag", self._flags(), "reason"
             ),
-            "figures": lambda: views.figures(self._figures()),
+            "figures": lambda: views.figures(self._figures),
             "communication": self._communication,
         }
 
@@ -256,7 +257,7 @@ class Changes(PublicResult):
         if self.results is None:
             serves = self.new.serving is not None
             return views.nothing_changes(len(self._flags()), serves=serves)
-        words = [views.verdict(self._figures())]
+        words = [views.verdict(self._figures)]
         for name, result in zip(("old", "new"), self.results, strict=True):
             if isinstance(result, SimulatedStep) and not result.fit.fits:
                 words.append(f"{name}: {memory_line(result.fit)}")
@@ -300,7 +301,7 @@ class Changes(PublicResult):
             },
             "figures": [
                 {"figure": f.name, "old": f.old, "new": f.new, "change": f.change}
-                for f in self._figures()
+                for f in self._figures
             ],
             "communication": self._communication().rows,
             "notes": self.notes,
@@ -343,8 +344,7 @@ def diff(
     different = changes.tables["settings"](), changes.tables["model"]()
     if not any(map(len, different)):
         return changes
-    results = [_result_of(side, side.result) for side in sides]
-    return replace(changes, results=(results[0], results[1]))
+    return replace(changes, results=(_result_of(sides[0]), _result_of(sides[1])))
 
 
 def read_run(label: str, name: str, given: Mapping[str, Any]) -> DiffedRun:
@@ -355,8 +355,9 @@ def read_run(label: str, name: str, given: Mapping[str, Any]) -> DiffedRun:
         raise UserError(f"{label}: {error}") from None
 
 
-def _result_of(side: DiffedRun, make: Callable[[], Simulation | Serving]) -> Simulation | Serving:
+def _result_of(run: DiffedRun) -> Simulation | Serving:
+    """Simulate or serve one of the runs; errors say which one it is."""
     try:
-        return make()
+        return run.result()
     except UserError as error:
-        raise UserError(f"{side.name}: {error}") from None
+        raise UserError(f"{run.name}: {error}") from None

@@ -213,6 +213,18 @@ def test_parts_of_other_models_are_json(call: Call):
     assert rows["state_space"]["new"] is None
 
 
+def test_settings_behind_names_of_files(scripts: Path):
+    """The model of a file that names none, and the load of a server."""
+    Path("ds.json").write_text('{"train_micro_batch_size_per_gpu": 1, "zero_optimization": '
+                               '{"stage": 3}, "bf16": {"enabled": true}}')  # fmt: skip
+    found = sw.diff("ds.json?model=gpt2", "ds.json?model=gpt2&zero=1", "h100-sxm", gpus=2,
+                    layers=2, global_batch_size=4)  # fmt: skip
+    assert found.new.model.name == "gpt2"
+    assert found.table("settings").columns["setting"] == ["zero"]
+    found = sw.diff("serve.sh?CONC=4", "serve.sh?CONC=4&concurrency=8", "h100-sxm")
+    assert found.table("settings").rows == [{"setting": "concurrency", "old": "4", "new": "8"}]
+
+
 def test_values_of_one_side_alone(scripts: Path, call: Call):
     """`--set` gives a variable to the file that has it; what stands behind a name wins."""
     new = edited("old.sh", "${TP:-1}", "$SIZE")
