@@ -305,7 +305,7 @@ def _set(reading: LaunchFile, flag: Flag, row: FlagRow) -> list[Line]:
         for text in flag.values:
             value = known(reading, flag, text)
             word = row.words.get(value, value)
-            if word == "?":
+            if word == "?" or (row.values == "*" and row.words and value not in row.words):
                 return [Line(flag.name, value, "is not modelled")]
             if word == "~":
                 left_out.append(value)

@@ -508,6 +508,12 @@ def test_search_says_which_frameworks_flags_it_prints(call: Call, name: str):
     )
 
 
+def test_show_writes_runs_of_training_only(call: Call):
+    found = call("show", "gpt2", "--mode", "decode", "--as", "deepspeed")
+    message = "--as deepspeed: wanted a run of training, got --mode decode"
+    assert found == Outcome(2, "", f"stagewright: error: {message}\n")
+
+
 def test_a_search_without_a_terminal_says_when_it_estimates(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ):

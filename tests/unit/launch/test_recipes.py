@@ -127,7 +127,9 @@ CONFIGURATIONS = """
 from torchtitan.models.llama3.config_registry import llama3_8b
 
 def full() -> Trainer.Config:
-    spec = model_registry("8B", converters=[Float8LinearConverter.Config(emulate=False)])
+    spec = model_registry("8B", converters=[
+        Float8LinearConverter.Config(emulate=False), Float8GroupedExpertsConverter.Config(),
+    ])
     return Trainer.Config(
         hf_assets_path="./assets/hf/Llama-3.1-8B",
         model_spec=spec,
@@ -184,3 +186,10 @@ def test_a_module_without_a_configuration_is_no_launch_file(tmp_path: Path) -> N
     assert files.find(path) is None
     path.write_text("def broken() -> Trainer.Config:\n    return (\n")
     assert files.find(path) is None
+
+
+def test_a_converter_of_torchtitan_that_is_not_known_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "recipes.py"
+    path.write_text(CONFIGURATIONS.replace("Float8GroupedExpertsConverter", "LoRAConverter"))
+    with pytest.raises(UserError, match=r"model_spec.converters LoRAConverter is not modelled"):
+        sw.load_run(f"{path}?CONFIG=full")

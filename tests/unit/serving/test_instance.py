@@ -4,8 +4,12 @@ import pytest
 
 from stagewright.errors import UserError
 from stagewright.model.catalog import resolve
+from stagewright.run.sections.serving import EngineSection
 from stagewright.run.settings import Run
+from stagewright.serving.deployment import InstanceGroup
 from stagewright.serving.instance import kv_capacity
+from stagewright.time.hardware import resolve as hardware_of
+from stagewright.time.network import Machine
 
 
 def capacity(memory, tokens=2048, **settings):
@@ -59,3 +63,15 @@ def test_weights_that_leave_no_room_are_named_with_what_would_help():
     with pytest.raises(UserError, match=r"weights \(169 GB\).*in 162 GB of a GPU, .* takes 1 GB"):
         kv_capacity(run, model, int(180e9 * 0.9), 8192)
     assert kv_capacity(run, model, int(180e9 * 0.96), 8192).num_blocks > 1000
+
+
+def test_a_share_of_free_memory_is_one_of_what_weights_leave():
+    run, model = Run(mode="decode", model="llama3.1-8b"), resolve("llama3.1-8b")
+    whole = kv_capacity(run, model, int(80e9), 2048).num_blocks
+    assert kv_capacity(run, model, int(80e9), 2048, share=0.5).num_blocks == whole // 2
+    engines = EngineSection(scheduler="tensorrt-llm", free_gpu_memory_fraction=0.5)
+    machine = Machine.of(hardware_of("h100-sxm"), gpus=1)
+    group = InstanceGroup.of(run, model, machine, engines)
+    limit, hardware = group.limits.tokens, machine.hardware.memory
+    half = kv_capacity(run, model, hardware, limit, share=0.5)
+    assert group.instance.cache == half
