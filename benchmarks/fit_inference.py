@@ -25,6 +25,7 @@ import numpy as np
 import pyarrow.parquet as parquet
 
 from fit_kernels import Constants, Rows, block, column, fit, held_out, sample, told
+from stagewright.evidence import kernels
 from stagewright.evidence.kernels import ITEM, ExpertMLP, experts_seconds
 from stagewright.time.collectives import direct_all_reduce
 from stagewright.time.hardware import (
@@ -238,6 +239,61 @@ def attention(checkout: Path, on: Hardware, system: str) -> None:
             told(f"attention, {engine}", predict(found, test), column(test, "latency") / 1e3)
 
 
+LATENT, TURNED = 512, 64
+"""Width of DeepSeek's latents, and of the keys beside them."""
+
+
+def latents(checkout: Path, on: Hardware, system: str) -> None:
+    """Attention of a decode step to latents in bf16 or fp8, of TensorRT-LLM and SGLang.
+
+    The kernels of vLLM were launched without a graph: those of one token take 150 us. SGLang's on
+    GPUs before Blackwell first convert a cache in fp8. Held out are also the shapes of kernels.csv.
+    """
+    table = [r for r in read(checkout, system, "mla", "generation_mla") if r["engine"] != "vllm"]
+    carried = {row.shape for row in kernels.rows("latents") if row.hardware == on.name}
+
+    def is_held_out(row: dict[str, Any]) -> bool:
+        b, h, keys = row["batch_size"], row["num_heads"], row["isl"] + row["step"]
+        wide, narrow = LATENT + TURNED, LATENT
+        shape = f"batch={b} k={keys} heads={h} kv_heads=1 d={wide} v={narrow}"
+        return shape in carried or held_out(b, h, row["isl"], row["step"])
+
+    print("  latent_attention:")
+    for dtype, theirs in (("bf16", "bfloat16"), ("fp8", "fp8")):
+        converts = dtype == "fp8" and on.rate_of("fp4") is None
+        rows = [
+            r
+            for r in table
+            if r["kv_cache_dtype"] == theirs and not (converts and r["engine"] == "sglang")
+        ]
+        if not rows:
+            continue
+
+        def predict(constants: Constants, some: Rows, dtype: str = dtype) -> np.ndarray:
+            b, h = column(some, "batch_size"), column(some, "num_heads")
+            keys = column(some, "isl") + column(some, "step")
+            moved = ITEM[dtype] * b * keys * (LATENT + TURNED) + 2 * b * h * (2 * LATENT + TURNED)
+            work = (b * h, h, b * h * keys, b * keys, 2 * (2 * LATENT + TURNED), moved)
+            fits = {dtype: CachedAttentionFit(**constants)}
+            changed = with_inference(on, latent_attention=fits)
+            return cached_attention_seconds(*work, dtype=dtype, hardware=changed, latent=True)
+
+        keep: Rows = []
+        for engine in VERSIONS:
+            mine = [r for r in rows if r["engine"] == engine]
+            keep += sample([r for r in mine if not is_held_out(r)], 600)
+        found = fit({**dict(START_ATTENTION), "fraction": 0.6}, predict, keep,
+                    column(keep, "latency") / 1e3,
+                    {"memory_fraction": (0.0, 1.0), "sharpness": (1.0, 16.0),
+                     "fraction": (0.0, 1.0)})  # fmt: skip
+        block(dtype, found, 4)
+        for engine in VERSIONS:
+            mine = [r for r in rows if r["engine"] == engine and is_held_out(r)]
+            if mine:
+                told(f"latents {dtype}, {engine}", predict(found, mine),
+                     column(mine, "latency") / 1e3)  # fmt: skip
+
+
 def all_reduce(checkout: Path, on: Hardware, system: str) -> None:
     """All_reduce within a node, as a captured graph runs it: TensorRT-LLM's table says so."""
     table = [
@@ -340,7 +396,7 @@ def engines(checkout: Path, on: Hardware, system: str) -> None:
         engine_attention(checkout, on, system, engine)
 
 
-PARTS = (gemm, experts, attention, all_reduce, engines)
+PARTS = (gemm, experts, attention, latents, all_reduce, engines)
 
 
 def main(checkout: Path, wanted: Iterable[str]) -> None:

@@ -147,8 +147,9 @@ def _cached_attention(size: dict[str, int], cache: str, on: Hardware) -> float:
     moved = b * k * kv * stored * ITEM[cache] + ITEM["bf16"] * b * h * (d + v)
     work = _arrays(b * h, h / kv, b * h * k, b * k * kv, 2 * (d + v), moved)
     # Only attention to latents computes in fp8; other queries are bf16, as these rows' are.
-    dtype = cache if stored == d else "bf16"
-    return float(cached_attention_seconds(*work, dtype=dtype, hardware=on)[0])
+    latent = stored == d
+    dtype = cache if latent else "bf16"
+    return float(cached_attention_seconds(*work, dtype=dtype, hardware=on, latent=latent)[0])
 
 
 def _engine_all_reduce(size: dict[str, int], on: Hardware) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence, Set
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -59,8 +59,8 @@ def shape_of(cluster: Sequence[Node], extent: Callable[[Size, tuple[str, ...]], 
     if OPS[n.op].timing in (Timing.ATTENTION, Timing.ATTENTION_BACKWARD):
         return Shape(n.op, _attention(n, sizes))
     ops = "+".join(dict.fromkeys(m.op for m in cluster))
-    chunk: Any = n.get("chunk")
-    return Shape(ops, (*sizes.items(), *([("chunk", int(chunk))] if chunk else [])))
+    marks = {name: int(cast("int", n.get(name) or 0)) for name in ("chunk", "latent")}
+    return Shape(ops, (*sizes.items(), *((name, mark) for name, mark in marks.items() if mark)))
 
 
 def _of_touched(

@@ -209,6 +209,8 @@ class CachedAttentionFit(FigureBlock):
     memory_fraction: float = Field(gt=0, le=1)
     """Share of the bandwidth at which keys and values are read."""
     sharpness: float = Field(ge=1)
+    fraction: float | None = Field(gt=0, le=3, default=None)
+    """Share of the peak that products and exponentials reach; None: those of `AttentionFit`."""
 
 
 class MixedAttentionFit(FigureBlock):
@@ -262,6 +264,9 @@ class InferenceFit(FigureBlock):
     """Of grouped products, with the rest of the constants of single ones."""
     cached_attention: CachedAttentionFit | None = None
     """None: attention over a cache is as fast as that of prompts, or as its keys are read."""
+    latent_attention: Mapping[str, CachedAttentionFit] = Field(default_factory=dict)
+    """Attention to latents, which all heads read as keys and values, by the precision of the
+    cache; a precision without constants has those of `cached_attention`."""
     all_reduce: DirectAllReduce | None = None
     routing_us: float | None = Field(ge=0, default=None)
     """Time of the kernels that sort tokens by expert; None: training's (`ExpertFit`)."""

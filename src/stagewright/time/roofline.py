@@ -275,9 +275,11 @@ def _served_attention(kernels: Kernels, hardware: Hardware) -> Float:
 
 def cached_attention_seconds(
     queries: Float, sharing: Float, points: Float, keys: Float, flops_per_point: Float,
-    traffic: Float, *, dtype: str, hardware: Hardware,
+    traffic: Float, *, dtype: str, hardware: Hardware, latent: bool = False,
 ) -> Float:  # fmt: skip
     """Seconds of attention over a cache, in decode, prefill or both at once.
+
+    `latent`: all heads read one row of a token, as key and as value.
 
     `queries`: of all heads, one for each head of a token; `sharing`: heads that share the keys of
     one key-value head; `points`: pairs of a query and a key; `keys`: keys of all key-value heads
@@ -289,9 +291,12 @@ def cached_attention_seconds(
     """
     assert hardware.inference is not None
     fit = hardware.inference.cached_attention
+    fit = (hardware.inference.latent_attention.get(dtype) if latent else None) or fit
     assert fit is not None
-    rate = _attention_peak(hardware, dtype) * hardware.attention.fraction / hardware.compute_units
-    point = flops_per_point / rate + hardware.attention.softmax_ps * 1e-12
+    fused = hardware.attention
+    rate = _attention_peak(hardware, dtype) * (fit.fraction or fused.fraction)
+    exponential = 0.0 if fit.fraction else fused.softmax_ps * 1e-12
+    point = flops_per_point / rate * hardware.compute_units + exponential
     queries_per_key = np.maximum(points / np.maximum(keys, 1), 1e-9)
     computed = points * np.maximum(1.0, ROWS / queries_per_key) * point / hardware.compute_units
     moved = traffic / (hardware.memory_bandwidth_gb_s * 1e9 * fit.memory_fraction)
@@ -312,10 +317,12 @@ def _cached_attention(kernels: Kernels, hardware: Hardware) -> Float:
     points = kernels.flops / flops_per_point
     slots = size["k"] + size.get("j", np.zeros_like(size["d"]))
     keys = np.minimum(slots * heads, points) / sharing
-    return cached_attention_seconds(
-        size["q"] * heads, sharing, points, keys, flops_per_point, kernels.traffic,
-        dtype=kernels.dtype, hardware=hardware,
-    )  # fmt: skip
+    work = (size["q"] * heads, sharing, points, keys, flops_per_point, kernels.traffic)
+    of_heads, of_latents = (
+        cached_attention_seconds(*work, dtype=kernels.dtype, hardware=hardware, latent=latent)
+        for latent in (False, True)
+    )
+    return np.where(size.get("latent", np.zeros_like(points)) > 0, of_latents, of_heads)
 
 
 class DecodeInPromptKernel(NamedTuple):

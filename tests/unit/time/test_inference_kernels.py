@@ -16,8 +16,10 @@ from stagewright.time.hardware import BLOCKS, InferenceGemmFit, resolve
 from stagewright.time.network import Machine, placements
 from stagewright.time.roofline import (
     DecodeInPromptKernel,
+    Kernels,
     bytes_per_second,
     cached_attention_seconds,
+    kernels_seconds,
 )
 from timed import algorithm_of
 
@@ -139,6 +141,22 @@ def test_latents_and_queries_come_down_in_one_product() -> None:
     run = Run(model="deepseek-v3", layers=1, mode="decode", batch_size=8)
     down = [s for s in compile(run).program.classes[0].tasks.shapes if s.joint[:1] == ("kv_down",)]
     assert sorted(dict(shape.extents)["n"] for shape in down) == [64, 512, 1536]
+
+
+def test_attention_to_latents_has_constants_of_its_own() -> None:
+    """64 requests of 4,096 tokens on B200, 16 heads: 39 us by TensorRT-LLM, 41 by SGLang."""
+    on = resolve("b200").for_inference()
+    sizes = {"q": 64, "a": 16, "v": 512, "d": 576, "k": 64 * 4096}
+
+    def seconds(**more: int) -> float:
+        extents = {name: np.array([float(size)]) for name, size in {**sizes, **more}.items()}
+        pairs, rows = 64 * 16 * 4096, 64 * 4096
+        work = np.array([2.0 * pairs * 1088]), np.array([576.0 * rows + 2 * 64 * 16 * 1088])
+        kernels = Kernels(extents, *work, "fp8", np.array([False]))
+        return float(kernels_seconds("cached_attention", kernels, on)[0])
+
+    assert 0.9 * 39e-6 < seconds(latent=1) < 1.1 * 41e-6
+    assert seconds(latent=1) > seconds()
 
 
 def test_an_engine_has_constants_of_its_own() -> None:
