@@ -1,16 +1,15 @@
 """Fit what an engine's host takes for a request until its first token, and for a step; print
 held-out errors.
 
-    python benchmarks/fit_requests.py [first] [steps] [queue]
+    python benchmarks/fit_requests.py first|steps|queue [vllm|trtllm|sglang ...]
 
 Rows of first tokens are those of at most four users that the package carries
 (`data/measured/inference.csv`). A request takes a constant and a time per 1,024 tokens of its
-prompt, besides the steps that `evidence.inference` predicts. The host of a step is fitted to times
-per output token of dense models, as a constant and a time per request that run beside the GPU's
-step: the longer of both counts. TensorRT-LLM's are carried (`serving.host`): 5% median error
-on the rows that fit and 13% on those held out, 9% and 13% without. Of the configurations, 70% fit
-and 30% are held out, by a hash. The sum of the logarithms of the errors is least on a grid, so that
-single runs that are far off do not count.
+prompt, besides the steps that `evidence.inference` predicts. The host of a step is a constant and a
+time per request, fitted to times per output token of dense models in closed loops
+(`evidence.servers`); it is added to the GPU's step, or hidden behind it where the server schedules
+ahead. Of the configurations, 70% fit and 30% are held out, by a hash. The sum of the logarithms of
+the errors is least on a grid, so that single runs that are far off do not count.
 
 `queue`: what hosts take until a request is in the queue, of requests that are served one by one
 (`serving.host`), fitted to the times to first tokens of closed loops (`evidence.servers`).
@@ -20,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -34,7 +33,7 @@ from stagewright.model.catalog import resolve
 from stagewright.serving import deployment
 from stagewright.serving import host as hosts
 
-STEP_GRID = (range(0, 3501, 500), range(0, 121, 20))
+STEP_GRID = (range(0, 2001, 400), range(0, 61, 10))
 """Microseconds of a step, and of a request in it."""
 GRID = (range(0, 201, 5), range(0, 41, 2))
 """Milliseconds of a request, and of 1,024 tokens of a prompt."""
@@ -97,21 +96,9 @@ def first_tokens() -> None:
 
 def steps() -> None:
     """The host of a step, by engine."""
-    rows = [row for row in inference.rows() if row.quantity == "tpot_ms"]
-    rows = [row for row in rows if not resolve(str(row.settings["model"])).num_experts]
-    for engine in sorted({row.engine for row in rows}):
-        mine = [row for row in rows if row.engine == engine]
-        test = np.array([held_out(*key(row)) for row in mine])
-
-        def found(constants: tuple[float, ...], mine: list[ServedRow] = mine) -> np.ndarray:
-            step, request = (x / 1e6 for x in constants)
-            host = hosts.HostTimes(per_step=step, per_request_step=request, overlaps_gpu=True)
-            inference.HOSTS = {SCHEDULERS[mine[0].engine]: host}
-            return np.array(
-                [inference.steady_state(row).tpot * 1e3 / row.measured - 1 for row in mine]
-            )
-
-        every = {c: found(c) for c in itertools.product(*STEP_GRID)}
+    loops = [of for of in servers.closed_loops() if of.quantity == "tpot_ms" and not of.reason]
+    loops = [of for of in loops if not resolve(str(of.served.settings["model"])).num_experts]
+    for engine, (every, test) in _by_engine(loops, STEP_GRID, _of_steps).items():
         best = min(every, key=lambda c: float(np.abs(np.log1p(every[c][~test])).sum()))
         print(f"{engine}: {best} us of a step, and of a request in it")
         told("steps of dense models", every.__getitem__, test, best)
@@ -120,21 +107,42 @@ def steps() -> None:
 def queue() -> None:
     """The host of a request until the queue, by engine; of vLLM see `serving.host`."""
     rows = [of for of in servers.closed_loops() if "ttft" in of.quantity and not of.reason]
+    rows = [of for of in rows if of.served.engine != "vllm"]
     loops = {of.experiment: of for of in reversed(rows)}.values()
-    carried = dict(hosts.HOSTS)
-    for engine in ("trtllm", "sglang"):
+    for engine, (every, test) in _by_engine(loops, QUEUE_GRID, _of_requests).items():
+        best = min(every, key=lambda c: float(np.abs(np.log1p(every[c][~test])).sum()))
+        print(f"{engine}: {best} ms of a request and of 1,024 tokens")
+        told("first tokens", every.__getitem__, test, best)
+
+
+def _of_steps(constants: tuple[int, ...]) -> dict[str, float]:
+    return {"per_step": constants[0] / 1e6, "per_request_step": constants[1] / 1e6}
+
+
+def _of_requests(constants: tuple[int, ...]) -> dict[str, float]:
+    return {"per_request": constants[0] / 1e3, "per_prompt_token": constants[1] / 1.024e6}
+
+
+def _by_engine(
+    loops: Iterable[servers.ClosedLoopRow],
+    grid: tuple[range, range],
+    fields: Callable[[tuple[int, ...]], dict[str, float]],
+) -> dict[str, tuple[dict[tuple[float, ...], np.ndarray], np.ndarray]]:
+    """Errors by constants, and which rows are held out, of each engine."""
+    carried, result = dict(hosts.HOSTS), {}
+    for engine in sys.argv[2:] or SCHEDULERS:
         name = SCHEDULERS[engine]
         mine = [of for of in loops if of.served.engine == engine and _fits(of)]
-        test = np.array([held_out(*key(of.served)) for of in mine])
-        every: dict[tuple[int, ...], np.ndarray] = {}
-        for constants in itertools.product(*QUEUE_GRID):
-            own = {"per_request": constants[0] / 1e3, "per_prompt_token": constants[1] / 1.024e6}
-            hosts.HOSTS = {**carried, name: replace(carried.get(name, hosts.HostTimes()), **own)}
+        every: dict[tuple[float, ...], np.ndarray] = {}
+        for constants in itertools.product(*grid) if mine else ():
+            hosts.HOSTS = {**carried, name: replace(carried[name], **fields(constants))}
             deployment.HOSTS = hosts.HOSTS
-            every[constants] = np.array([_first_token(of) for of in mine])
-        best = min(every, key=lambda c: float(np.abs(np.log1p(every[c][~test])).sum()))
-        print(f"{engine}: {best} ms of a request and of 1,024 tokens, carried {carried.get(name)}")
-        told("first tokens", every.__getitem__, test, best)
+            every[constants] = np.array(
+                [of.predict(of.simulate()) / of.measured - 1 for of in mine]
+            )
+        if mine:
+            result[engine] = every, np.array([held_out(*key(of.served)) for of in mine])
+    return result
 
 
 def _fits(of: servers.ClosedLoopRow) -> bool:
@@ -145,10 +153,5 @@ def _fits(of: servers.ClosedLoopRow) -> bool:
     return True
 
 
-def _first_token(of: servers.ClosedLoopRow) -> float:
-    return of.predict(of.simulate()) / of.measured - 1
-
-
 if __name__ == "__main__":
-    for name in sys.argv[1:] or ("first", "steps"):
-        {"first": first_tokens, "steps": steps, "queue": queue}[name]()
+    {"first": first_tokens, "steps": steps, "queue": queue}[sys.argv[1]]()

@@ -21,8 +21,9 @@ fitted (`serving.host.HOSTS`), and what hosts take until the first token (`HOST_
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple, cast
 
@@ -36,7 +37,7 @@ from stagewright.model.hf.quantization import read_quantization
 from stagewright.program.fit import peak_in_program_order
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.serving.host import HOSTS, HostTimes
+from stagewright.serving.host import HOSTS, NO_HOST
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
 from stagewright.time.power import idle_watts
@@ -206,7 +207,9 @@ def _steady(
     row: ServedRow, requests: float, chunks: int, decode: _TimedStep, both: _TimedStep
 ) -> SteadyState:
     """Figures of `requests` on a rank of dp, which wait for prompts of other users only."""
-    host = HOSTS.get(SCHEDULERS.get(row.engine, ""), HostTimes())
+    host = HOSTS.get(SCHEDULERS.get(row.engine, ""), NO_HOST)
+    ahead = client_of(row).options.get("async_scheduling", True)
+    host = replace(host, overlaps_gpu=ahead)
     waited = host.step_interval(decode.seconds, requests)
     users = math.inf if row.concurrency is None else row.concurrency / row.settings.get("dp", 1)
     share = requests * max(0.0, 1 - 1 / users) * chunks / row.osl
@@ -324,3 +327,107 @@ def model_of_row(values: Mapping[str, Any], checkpoint: str) -> tuple[Run, Model
 @cache
 def _checkpoints() -> dict[str, Any]:
     return own_yaml(carried_text("checkpoints.yaml"))
+
+
+# ---- how servers were started --------------------------------------------------------------------
+
+REQUESTS_PER_USER = 10
+"""InferenceX's `--num-prompts` over `--max-concurrency` (SemiAnalysisAI/InferenceX,
+`benchmarks/benchmark_lib.sh`)."""
+
+
+class Client(NamedTuple):
+    """Requests of a client, and how its server was started."""
+
+    requests_per_user: int
+    settings: Mapping[str, Any]
+    """Of the run, beside the row's."""
+    options: Mapping[str, Any]
+    """Of the engine."""
+    first_step: float = 0.0
+    """Seconds that the server takes longer for its first step, since no requests came before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowFilter:
+    """Rows that an entry of `servers.yaml` selects; empty fields fit all."""
+
+    source: str = ""
+    engine: str = ""
+    models: tuple[str, ...] = ()
+    hardware: tuple[str, ...] = ()
+    equal: bool | None = None
+    """True if all requests are equally long."""
+    tokens: tuple[int, ...] = ()
+    """Of a prompt and of an output, of the longest request."""
+    below_tp: float = float("inf")
+    below_users: float = float("inf")
+    before: str = "9"
+    """A day; rows whose names end with none fit."""
+
+    def __call__(self, row: ServedRow) -> bool:
+        """Check whether a row is one of them."""
+        day = re.search(r"\d{4}-\d\d-\d\d$", row.row)
+        return (
+            self.source in row.source
+            and self.engine in ("", row.engine)
+            and (not self.models or str(row.settings["model"]) in self.models)
+            and (not self.hardware or row.hardware in self.hardware)
+            and self.equal in (None, row.shortest == 1)
+            and self.tokens in ((), (row.isl + row.cached, row.osl))
+            and int(row.settings.get("tp", 1)) < self.below_tp
+            and (row.concurrency or 0) < self.below_users
+            and (day is None or day.group() < self.before)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredServer:
+    """An entry of `servers.yaml`: of all rows of a source that were measured alike."""
+
+    fits: RowFilter
+    cited: str
+    """The place that says so."""
+    requests_per_user: int = REQUESTS_PER_USER
+    max_tokens: int | None = None
+    """`max_num_batched_tokens` beyond a prompt and the users' tokens."""
+    min_tokens: int = 0
+    """Its lower limit."""
+    prefill_tokens: int | None = None
+    """`max_prefill_tokens` beyond a prompt."""
+    first_step: float = 0.0
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def client(self, row: ServedRow) -> Client:
+        """Client of a row of this entry."""
+        options = dict(self.options)
+        if self.max_tokens is not None:
+            tokens = row.isl + round(row.concurrency or 0) + self.max_tokens
+            options["max_num_batched_tokens"] = max(self.min_tokens, tokens)
+        if self.prefill_tokens is not None:
+            options["max_prefill_tokens"] = row.isl + self.prefill_tokens
+        return Client(self.requests_per_user, self.settings, options, self.first_step)
+
+
+@cache
+def entries() -> tuple[MeasuredServer, ...]:
+    """All entries; the first one that fits a row counts."""
+    listed: Any = own_yaml(carried_text("servers.yaml"))
+    return tuple(map(_entry, listed))
+
+
+def _entry(values: Mapping[str, Any]) -> MeasuredServer:
+    fits: dict[str, Any] = dict(values["fits"])
+    for name in fits.keys() & {"models", "hardware", "tokens"}:
+        fits[name] = tuple(fits[name])
+    others: dict[str, Any] = {name: value for name, value in values.items() if name != "fits"}
+    return MeasuredServer(fits=RowFilter(**fits), **others)
+
+
+def client_of(row: ServedRow) -> Client:
+    """Client of a row, as far as a source says; else InferenceX's requests per user."""
+    entry = next((entry for entry in entries() if entry.fits(row)), None)
+    if entry is None:
+        return Client(REQUESTS_PER_USER, {}, {"max_num_batched_tokens": row.chunk})
+    return entry.client(row)

@@ -1,24 +1,23 @@
 """Measured servers under load, whose requests are simulated one by one.
 
-Two kinds of loads. Runs of `data/measured/serving.yaml` have stages of constant rates. Rows of
+Two kinds of loads. Runs of `data/measured/serving.yaml` have stages of a mean rate. Rows of
 `inference.csv` and `serving.csv` with a number of users are closed loops: each user sends the next
 request when the last one ended, all begin at once, lengths are uniform between the shortest and the
 longest, and no prefixes are shared. `data/measured/servers.yaml` says, with the place that says so,
-how these servers were started and how many requests each user sent. Nothing is fitted to times per
-token; what was fitted of hosts, `serving.host` says.
+how these servers were started and how many requests each user sent. What was fitted of hosts,
+`serving.host` says.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from stagewright.evidence.inference import SCHEDULERS, Engine, ServedRow, model_of_row
+from stagewright.evidence.inference import SCHEDULERS, Engine, ServedRow, client_of, model_of_row
 from stagewright.evidence.inference import rows as inference_rows
 from stagewright.evidence.rows import Row, carried_text, within
 from stagewright.files import own_yaml
@@ -50,7 +49,7 @@ def rows(source: str | None = None) -> list[StageRow | ClosedLoopRow]:
     return [*stages(source), *closed_loops(source)]
 
 
-# ---- stages of constant rates --------------------------------------------------------------------
+# ---- stages of a mean rate -----------------------------------------------------------------------
 
 OVERLOADED = "overloaded: some of its requests ended in no answer, and ours wait without end"
 FITTED = "the host"
@@ -81,7 +80,7 @@ class LoadedServer:
         settings = {**self.settings, "max_model_len": options.pop("max_model_len")}
         engines = EngineSection(scheduler=SCHEDULERS[self.engine], **options)
         group = _group(self.hardware, self.engine, settings, engines)
-        work = load_in_stages(self.stages, self.prompts, poisson=False)
+        work = load_in_stages(self.stages, self.prompts)
         outcome = group.serve(work, Slo()).outcome
         times = RequestTimes.of(outcome)
         arrival = np.array(outcome.records.arrival)[times.number]
@@ -283,107 +282,3 @@ def _instance(
         Execution(serving_engine=engine), max_tokens=tokens, max_requests=requests,
         gpu_memory_utilization=gpu_memory_utilization,
     )  # fmt: skip
-
-
-# ---- how servers were started --------------------------------------------------------------------
-
-REQUESTS_PER_USER = 10
-"""InferenceX's `--num-prompts` over `--max-concurrency` (SemiAnalysisAI/InferenceX,
-`benchmarks/benchmark_lib.sh`)."""
-
-
-class Client(NamedTuple):
-    """Requests of a client, and how its server was started."""
-
-    requests_per_user: int
-    settings: Mapping[str, Any]
-    """Of the run, beside the row's."""
-    options: Mapping[str, Any]
-    """Of the engine."""
-    first_step: float = 0.0
-    """Seconds that the server takes longer for its first step, since no requests came before."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowFilter:
-    """Rows that an entry of `servers.yaml` selects; empty fields fit all."""
-
-    source: str = ""
-    engine: str = ""
-    models: tuple[str, ...] = ()
-    hardware: tuple[str, ...] = ()
-    equal: bool | None = None
-    """True if all requests are equally long."""
-    tokens: tuple[int, ...] = ()
-    """Of a prompt and of an output, of the longest request."""
-    below_tp: float = float("inf")
-    below_users: float = float("inf")
-    before: str = "9"
-    """A day; rows whose names end with none fit."""
-
-    def __call__(self, row: ServedRow) -> bool:
-        """Check whether a row is one of them."""
-        day = re.search(r"\d{4}-\d\d-\d\d$", row.row)
-        return (
-            self.source in row.source
-            and self.engine in ("", row.engine)
-            and (not self.models or str(row.settings["model"]) in self.models)
-            and (not self.hardware or row.hardware in self.hardware)
-            and self.equal in (None, row.shortest == 1)
-            and self.tokens in ((), (row.isl + row.cached, row.osl))
-            and int(row.settings.get("tp", 1)) < self.below_tp
-            and (row.concurrency or 0) < self.below_users
-            and (day is None or day.group() < self.before)
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredServer:
-    """An entry of `servers.yaml`: of all rows of a source that were measured alike."""
-
-    fits: RowFilter
-    cited: str
-    """The place that says so."""
-    requests_per_user: int = REQUESTS_PER_USER
-    max_tokens: int | None = None
-    """`max_num_batched_tokens` beyond a prompt and the users' tokens."""
-    min_tokens: int = 0
-    """Its lower limit."""
-    prefill_tokens: int | None = None
-    """`max_prefill_tokens` beyond a prompt."""
-    first_step: float = 0.0
-    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-    def client(self, row: ServedRow) -> Client:
-        """Client of a row of this entry."""
-        options = dict(self.options)
-        if self.max_tokens is not None:
-            tokens = row.isl + round(row.concurrency or 0) + self.max_tokens
-            options["max_num_batched_tokens"] = max(self.min_tokens, tokens)
-        if self.prefill_tokens is not None:
-            options["max_prefill_tokens"] = row.isl + self.prefill_tokens
-        return Client(self.requests_per_user, self.settings, options, self.first_step)
-
-
-@cache
-def entries() -> tuple[MeasuredServer, ...]:
-    """All entries; the first one that fits a row counts."""
-    listed: Any = own_yaml(carried_text("servers.yaml"))
-    return tuple(map(_entry, listed))
-
-
-def _entry(values: Mapping[str, Any]) -> MeasuredServer:
-    fits: dict[str, Any] = dict(values["fits"])
-    for name in fits.keys() & {"models", "hardware", "tokens"}:
-        fits[name] = tuple(fits[name])
-    others: dict[str, Any] = {name: value for name, value in values.items() if name != "fits"}
-    return MeasuredServer(fits=RowFilter(**fits), **others)
-
-
-def client_of(row: ServedRow) -> Client:
-    """Client of a row, as far as a source says; else InferenceX's requests per user."""
-    entry = next((entry for entry in entries() if entry.fits(row)), None)
-    if entry is None:
-        return Client(REQUESTS_PER_USER, {}, {"max_num_batched_tokens": row.chunk})
-    return entry.client(row)

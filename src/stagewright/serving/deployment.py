@@ -154,9 +154,13 @@ class InstanceGroup:
 
     @property
     def host(self) -> HostTimes:
-        """Host times of the engine whose scheduler this is, or derives from; zero of others."""
+        """Host times of the engine whose scheduler this is, or derives from; zero of others.
+
+        What schedules a step while the one before runs, hides it behind that.
+        """
         engines = (name for name in HOSTS if isinstance(self.scheduler, class_of(name)))
-        return next((HOSTS[name] for name in engines), NO_HOST)
+        host = next((HOSTS[name] for name in engines), NO_HOST)
+        return replace(host, overlaps_gpu=bool(getattr(self.scheduler, "async_scheduling", False)))
 
     @property
     def scheduler_name(self) -> str:

@@ -259,6 +259,21 @@ def _best_latencies(run: ServedRun, slo: Slo) -> Iterator[str]:
         yield f"the least of all requests: {words}{hint}"
 
 
+def _beyond_measured_hosts(run: ServedRun, groups: Sequence[InstanceGroup]) -> Iterator[str]:
+    """Notes on steps with more requests than hosts were measured with; `groups` in order."""
+    first = 0
+    for group in groups:
+        engines = run.outcome.engines[first : first + group.num_engines]
+        first += group.num_engines
+        most = int(max(engine.step_log.steps()[:, 3].max(initial=0.0) for engine in engines))
+        known = group.host.max_requests
+        if most > known:
+            yield (
+                f"steps have up to {most:,} requests; the host of {group.scheduler_name} was "
+                f"measured with up to {known:,}, and is taken to need no more time beyond these"
+            )
+
+
 def serving_notes(run: ServedRun, groups: Sequence[InstanceGroup]) -> Iterator[str]:
     """Notes on requests left out or cut short, and on assumptions."""
     summary = run.summary
@@ -276,6 +291,7 @@ def serving_notes(run: ServedRun, groups: Sequence[InstanceGroup]) -> Iterator[s
         yield "speculative drafts are assumed free; set --speculative-method to time them"
     if any(is_estimated(of.instance.machine.hardware) for of in groups):
         yield f"{ESTIMATED} ({SOURCE})"
+    yield from _beyond_measured_hosts(run, groups)
     left = plural(summary.unfinished, "request was", "requests were")
     if run.outcome.stopped:
         yield (

@@ -5,8 +5,15 @@ from dataclasses import replace
 import pytest
 
 from stagewright.evidence import servers
-from stagewright.evidence.inference import SCHEDULERS, ServedRow, rows
-from stagewright.evidence.servers import REQUESTS_PER_USER, client_of, closed_loops
+from stagewright.evidence.inference import (
+    REQUESTS_PER_USER,
+    SCHEDULERS,
+    ServedRow,
+    client_of,
+    entries,
+    rows,
+)
+from stagewright.evidence.servers import closed_loops
 from stagewright.run.sections.serving.engines import EngineSection
 
 ROW = ServedRow(
@@ -69,7 +76,7 @@ def test_every_entry_is_cited_and_of_several_rows(monkeypatch: pytest.MonkeyPatc
     # Those that the package carries, on hardware that is not compared, too.
     monkeypatch.setattr(servers, "HARDWARE", {row.hardware for row in rows()})
     loops = closed_loops()
-    for entry in servers.entries():
+    for entry in entries():
         assert entry.cited
         assert len({of.experiment for of in loops if entry.fits(of.served)}) > 1
     for of in loops:

@@ -133,10 +133,11 @@ def test_stages_with_shared_prefixes():
         num_unique_system_prompts=3, num_users_per_system_prompt=2,
         system_prompt_len=100, question_len=50, output_len=7,
     )  # fmt: skip
-    work = load_in_stages((LoadStage(2, 10), LoadStage(4, 10)), prefix, poisson=False)
+    work = load_in_stages((LoadStage(2, 10), LoadStage(4, 10)), prefix)
     assert len(work) == 60
     assert work.stages == (0, 10)
-    assert list(work.arrival[20:23]) == [10, 10.25, 10.5]
+    assert [work.arrival[19], work.arrival[59]] == pytest.approx([10, 20])
+    assert 10 < work.arrival[20] < work.arrival[21] < work.arrival[22]
     assert work.chains is not None
     assert {chain[0][0] for chain in work.chains} == {0, 1, 2}
     assert work.chains[0] == work.chains[6]

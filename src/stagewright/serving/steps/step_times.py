@@ -210,7 +210,7 @@ class StepTimes:
         """Run of the next decode steps (`BatchTimes.linear_run`)."""
         host = self.host
         if self.drafting is None and not host.overlaps_gpu:  # without copies of runs: most steps
-            return self._decode(requests, keys, host.step(requests))
+            return self._decode(requests, keys, host.exposed(requests))
         run = self._decode(requests, keys)
         if self.drafting is not None:
             run = self.drafting.linear_run(run, requests, keys)

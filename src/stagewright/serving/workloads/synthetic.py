@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from dataclasses import dataclass
+from itertools import accumulate
 from random import Random
 from typing import Literal
 
@@ -171,7 +172,7 @@ def sessions(
 
 @dataclass(frozen=True, slots=True)
 class LoadStage:
-    """Stage of load: requests at a constant rate."""
+    """Stage of load: requests at a mean rate."""
 
     rate: float
     duration: float
@@ -188,13 +189,15 @@ class SharedPrefix:
     output_len: int
 
 
-def load_in_stages(
-    stages: tuple[LoadStage, ...], prefix: SharedPrefix, poisson: bool, seed: int = 0
-) -> Workload:
+def load_in_stages(stages: tuple[LoadStage, ...], prefix: SharedPrefix, seed: int = 0) -> Workload:
     """Requests of inference-perf (kubernetes-sigs/inference-perf): the users' prompts in turn.
 
     Each user has one question; requests go through all users in a shuffled order, again and again
     (`SharedPrefixDataGenerator`). So a prompt that comes again is cached, if it has been kept.
+
+    Gaps are exponential and scaled to the duration of a stage: so are those of its load type
+    `constant` (`ConstantLoadTimer` of inference_perf/loadgen/load_timer.py@fd04341, and since),
+    whose rate alone is constant.
     """
     random = Random(seed)
     users = [
@@ -211,11 +214,9 @@ def load_in_stages(
     for stage in stages:
         begins.append(begin)
         count = round(stage.rate * stage.duration)
-        gap = stage.duration / count if count else 0.0
-        at = begin
-        for nth in range(count):
-            at = at - math.log(1.0 - random.random()) * gap if poisson else begin + nth * gap
-            when.append(at)
+        gaps = [-math.log(1.0 - random.random()) for _ in range(count)]
+        scale = stage.duration / math.fsum(gaps) if count else 0.0
+        when.extend(begin + scale * at for at in accumulate(gaps))
         begin += stage.duration
     count = check_count(len(when))
     return Workload(
