@@ -14,11 +14,14 @@ import pytest
 import stagewright as sw
 from helpers import DATA, ROOT, cases
 from stagewright.errors import UserError
+from stagewright.evidence.memory import STATES
 from stagewright.launch import files
 from stagewright.launch.megatron import pattern_of
 from stagewright.launch.reading import LaunchFile
 from stagewright.launch.tables import canonical, table
+from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.presets import PRESETS
+from stagewright.program.columns import RankClass
 
 LLAMA = """--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
   --hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights"""
@@ -73,9 +76,10 @@ def script(tmp_path: Path) -> Script:
     """Writes a training script with these flags."""
 
     def write(flags: str, before: str = "", launcher: str = "torchrun --nproc_per_node 8") -> Path:
+        program = "pretrain_t5.py" if "--encoder-num-layers" in flags else "pretrain_gpt.py"
         path = tmp_path / "train.sh"
         line = " ".join(flags.split()).replace("(", r"\(").replace(")", r"\)")
-        path.write_text(f"#!/bin/bash\n{before}\n{launcher} pretrain_gpt.py {line}\n")
+        path.write_text(f"#!/bin/bash\n{before}\n{launcher} {program} {line}\n")
         return path
 
     return write
@@ -104,6 +108,58 @@ def test_parameters_of_published_models(name: str, script: Script) -> None:
     """The parameters that the graph counts are the published model's."""
     path = script(f"{PUBLISHED[name]} --make-vocab-size-divisible-by 1 --bf16")
     assert sw.compile(path, dp=8, gpus=None).parameters == sw.compile(name).parameters
+
+
+PAGE = (ROOT / "docs" / "guides" / "launch-scripts.md").read_text(encoding="utf-8")
+
+
+def run_on(script: Script, flags: str, gpus: int) -> CompiledRun:
+    return sw.compile(script(flags, launcher=f"torchrun --nproc_per_node 8 --nnodes {gpus // 8}"))
+
+
+def held(of: RankClass) -> int:
+    """Bytes of weights, gradients and optimizer."""
+    return sum(of.memory[category] for category in STATES)
+
+
+@cases
+def test_scripts_of_megatron(
+    name: str,
+    gpus: int,
+    flags: str,
+    published: int,
+    within: float,
+    source: str,
+    formula: int | None,
+    script: Script,
+) -> None:
+    """Its examples have the published parameters, and the bytes of its own formula (NVIDIA/
+    Megatron-LM@d98e8a64, megatron/training/theoretical_memory_usage.py), as the page says."""
+    compiled = run_on(script, flags, gpus)
+    most = max(map(held, compiled.program.classes))
+    assert compiled.parameters == pytest.approx(published, rel=within, abs=0)
+    assert formula is None or most == pytest.approx(formula, rel=0.015)
+    theirs = f"{formula / 1e9:.2f} GB" if formula else ""
+    count = f"{published:,}" if not within else f"{published / 1e9:g}B ({source})"
+    cells = (f"`{name}`", gpus, f"{compiled.parameters:,}", count, f"{most / 1e9:.2f} GB", theirs)
+    assert "| " + " | ".join(map(str, cells)).rstrip() + " |" in PAGE
+
+
+@cases
+def test_memory_of_measured_scripts(
+    name: str, gpus: int, flags: str, between: int, peak: int | None, source: str, script: Script
+) -> None:
+    """Bytes that torch counted on the last pipeline rank, between steps and at the peak."""
+    last = run_on(script, flags, gpus).program.classes[-1]
+    most = last.memory["peak"]
+    assert held(last) == pytest.approx(between, rel=0.1)
+    assert peak is None or most == pytest.approx(peak, rel=0.07)
+    cells = [gpus, *(f"{size / 1e9:.2f} GB" for size in (between, held(last)))]
+    cells += [f"{size / 1e9:.2f} GB" if peak else "" for size in (peak or 0, most)]
+    (row,) = (
+        line for line in PAGE.splitlines() if line.startswith(f"| `{name}`") and source in line
+    )
+    assert row.endswith(" | ".join(["", *map(str, cells), ""]).rstrip())
 
 
 def test_settings(script: Script) -> None:
