@@ -42,6 +42,9 @@ from stagewright.views.step import memory_line, title
 LOAD = SERVING.keys() - EXPERIMENT.keys()
 """Settings that only requests over time have."""
 
+LOAD_OF_CLIENT = {name for name, of in SERVING.items() if of.section == "workload"}
+"""Settings of the requests that come."""
+
 
 class DiffedRun(NamedTuple):
     """One of two runs, read from its file and settings."""
@@ -258,6 +261,8 @@ class Changes(PublicResult):
             serves = self.new.serving is not None
             return views.nothing_changes(len(self._flags()), serves=serves)
         words = [views.verdict(self._figures)]
+        if self.new.serving and any(name in LOAD_OF_CLIENT for name, *_ in self._settings()):
+            words[0] += ", under another load"
         for name, result in zip(("old", "new"), self.results, strict=True):
             if isinstance(result, SimulatedStep) and not result.fit.fits:
                 words.append(f"{name}: {memory_line(result.fit)}")

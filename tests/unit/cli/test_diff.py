@@ -223,6 +223,7 @@ def test_settings_behind_names_of_files(scripts: Path):
     assert found.table("settings").columns["setting"] == ["zero"]
     found = sw.diff("serve.sh?CONC=4", "serve.sh?CONC=4&concurrency=8", "h100-sxm")
     assert found.table("settings").rows == [{"setting": "concurrency", "old": "4", "new": "8"}]
+    assert found.verdict.endswith(", under another load")
 
 
 def test_values_of_one_side_alone(scripts: Path, call: Call):
