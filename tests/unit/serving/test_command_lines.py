@@ -30,7 +30,7 @@ RUN = Run(
 )  # fmt: skip
 
 
-def group(engine: str, **settings: object) -> InstanceGroup:
+def group(engine: str, **settings: Any) -> InstanceGroup:
     engines = EngineSection(scheduler=ENGINES[engine], max_num_seqs=64, **settings)
     hardware = hardware_of("h200")
     model = model_of(MODEL).with_overrides(num_layers=2)
