@@ -16,7 +16,7 @@ from stagewright.run.settings import Run
 from stagewright.serving.batch import BatchPlan, DecodeRun, series_sum, steps_to_reach
 from stagewright.serving.host import HostTimes
 from stagewright.serving.instance import drafted_times, kv_capacity
-from stagewright.serving.speculative import drafter_of
+from stagewright.serving.speculative import drafter_of, mtp_of
 from stagewright.serving.steps.step_table import BatchSums
 from stagewright.serving.steps.step_times import batch_run, step_times
 from stagewright.time.hardware import resolve
@@ -156,6 +156,15 @@ def test_passes_that_draft_take_as_long_as_simulated(method, tmp_path):
             assert times.linear_run(decoding, keys).seconds == pytest.approx(
                 times.decode(decoding, keys)
             )
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt-oss-20b", "llama4-scout", "nemotron-h-8b", "qwen3.5-397b-a17b"]
+)
+def test_the_layer_that_predicts_ahead_is_like_the_last_of_several_kinds(name):
+    model = model_of(name)
+    ahead, last = mtp_of(model), model.layer(model.num_layers - 1)
+    assert (ahead.num_layers, ahead.layer(0).mixer, ahead.layer(0).mlp) == (1, last.mixer, last.mlp)
 
 
 @pytest.mark.parametrize("ep", [1, 2])

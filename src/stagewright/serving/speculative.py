@@ -22,7 +22,7 @@ from typing import Any
 from stagewright.errors import UserError
 from stagewright.model.catalog import resolve as model_of
 from stagewright.model.config import ModelConfig
-from stagewright.model.layers import DraftHead
+from stagewright.model.layers import RECURRENCES, SIDE_BY_SIDE, DraftHead
 from stagewright.run.sections.serving.engines import EngineSection
 from stagewright.run.settings import Run
 
@@ -198,7 +198,7 @@ def _check(drafts: ModelConfig, head: DraftHead | None, name: str, model: ModelC
 def mtp_of(model: ModelConfig) -> ModelConfig:
     """The layer of a model that predicts the token after the next: like the model's last layer."""
     last = model.layer(model.num_layers - 1)
-    if last.sizes or last.block or model.residual_streams > 1 or model.chain:
+    if model.own_sizes or last.block or model.residual_streams > 1 or model.chain:
         raise UserError(
             f"--speculative-method mtp: the layer of {model.name} for multi-token prediction is "
             "not known; leave out the method for drafts that take no time"
@@ -206,6 +206,13 @@ def mtp_of(model: ModelConfig) -> ModelConfig:
     stored = model.quantization
     if stored is not None and stored.layers:
         stored = replace(stored, layers=(stored.layers[-1],))
+    mixer = "indexed" if last.mixer == "index_shared" else last.mixer
+    of_others = {
+        "state_space": mixer in {*RECURRENCES, *SIDE_BY_SIDE},
+        "sliding_window": mixer == "local",
+    }
+    of_others["attention_chunk_size"] = mixer == "chunked"
+    unused: dict[str, Any] = {field: None for field, used in of_others.items() if not used}
     return replace(
         model,
         name=f"{model.name} (mtp)",
@@ -213,8 +220,9 @@ def mtp_of(model: ModelConfig) -> ModelConfig:
         mtp_num_layers=0,
         first_dense_layers=0,
         moe_layer_freq=1,
-        mixers=("indexed" if last.mixer == "index_shared" else last.mixer,),
+        mixers=(mixer,),
         mlps=(last.mlp,),
         quantization=stored,
         draft_head="mtp",
+        **unused,
     )

@@ -36,6 +36,7 @@ RUN_FILES = [
     "{model: gpt2, precision: bfloat16, no_overlap: [dp], layers_per_stage: [6, 6], pp: 2}",
     "{model: gpt2, tokens: 15T, detect: 60s, checkpoint: 30min, price: 2}",
     "{model: gpt2, mode: decode, requests: [{context_length: 512}], device_memory: 80GB}",
+    "{model: gpt2, mode: decode, device_memory: 80000000000}",
     "{model: gpt2, mode: decode, prefill: {tp: 2}, isl: 512}",
     "{model: gpt2, recompute_method: block, recompute: full, recompute_num_layers: 2}",
     "{model: mixtral-8x7b, ep: 2, dp: 2, expert_load: 1.5}",

@@ -6,6 +6,7 @@ from typing import Literal
 from stagewright.run.sections.declare import (
     BYTES,
     NO_BACKWARD,
+    Bytes,
     Count,
     Share,
     Switch,
@@ -78,7 +79,7 @@ class MemorySection:
         unset="1",
         needs={"optimizer_cpu_offload": (True,)},
     )
-    memory_allowance: Text | Count | None = setting(
+    memory_allowance: Text | Bytes | None = setting(
         None,
         "Bytes a rank holds besides tensors (context, workspaces, fragmentation), such as 2GiB.",
         unit=BYTES,
@@ -87,7 +88,7 @@ class MemorySection:
     )
     """The peak of memory counts tensors; the allowance stands beside the peak, and both together
     are compared with the memory of a device."""
-    device_memory: Text | Count | None = setting(
+    device_memory: Text | Bytes | None = setting(
         None,
         "Bytes a rank may use, such as 80e9 or 80GiB. In inference, also shows the "
         "number of requests that fit.",
