@@ -236,6 +236,19 @@ def test_an_engines_host_runs_behind_a_step_or_beside_it():
             assert hosted.decode(n, keys) == pytest.approx(wanted, rel=1e-12)
 
 
+def test_vllm_has_graphs_of_steps_of_few_tokens():
+    run = Run(model="llama3.1-8b", layers=4, mode="prefill", tp=8)
+    machine, how = Machine.of(resolve("h100-sxm"), gpus=8), Execution(serving_engine="vllm")
+    model = model_of(run.model).with_overrides(num_layers=4)
+    times = step_times(run, model, machine, how, max_tokens=2048, max_requests=64)
+    for tokens in (256, 512, 513, 900, 2048):
+        compiled = compile(batch_run(run, [Group(1, 0, tokens)]))
+        wanted = simulate(compiled, machine, how).seconds
+        pairs = tokens * (tokens + 1) // 2
+        assert times.step(tokens, pairs, tokens, 1) == pytest.approx(wanted, rel=0.02)
+    assert times.step(513, 513 * 257, 513, 1) > 1.5 * times.step(512, 256 * 513, 512, 1)
+
+
 def test_steps_of_a_pipeline_take_as_long_as_simulated():
     run = Run(mode="decode", model="llama3.1-8b", layers=16, pp=2)
     model = model_of(run.model).with_overrides(num_layers=16)

@@ -131,9 +131,11 @@ def test_engines_that_compile_no_steps_with_prompts_call_each_kernel(
     for settings in (alone, {"mode": "decode", "requests": chunk}):
         compiled = sw.compile(model="llama3-8b", layers=2, **settings)
         assert launch_mode(compiled.run, how, H100) == mode
+    long = sw.compile(model="llama3-8b", layers=2, **alone | {"prompt_length": 513})
+    assert launch_mode(long.run, how, H100) == ("piecewise" if engine == "vllm" else mode)
     tasks, work = launched(Execution(launch_mode="eager"), model="llama3-8b", layers=2, **alone)
     kernels = (tasks.kind == TaskKind.COMPUTE) & (work.seconds > 0)
-    assert np.allclose(work.seconds[kernels], LAUNCH_COSTS["serving"].call * 1e-6)
+    assert np.allclose(work.seconds[kernels], LAUNCH_COSTS["eager"].call * 1e-6)
     run = sw.Run(model="llama3-8b", mode="decode")
     assert launch_mode(run, how, H100) == "cuda_graph"
 

@@ -38,7 +38,7 @@ from stagewright.time.durations import task_seconds
 from stagewright.time.engines import engine_seconds, served_machine
 from stagewright.time.network import Machine
 from stagewright.time.roofline import Kernels, kernels_seconds, timing_of
-from stagewright.time.simulate.launches import host_work
+from stagewright.time.simulate.launches import MAX_GRAPH_TOKENS, host_work
 from stagewright.time.simulate.timeline import table_rows
 from stagewright.time.simulate.utilization import missing_rates
 
@@ -355,12 +355,19 @@ class StepRows:
         return frozenset(name for name, is_used in zip(self.base, varies, strict=True) if is_used)
 
     def launches(self, run: Run) -> list[Float]:
-        """Seconds of the host to launch each row in a step of `run`, by rank."""
-        hosts = host_work(self.program, run, self.execution, self.machine.hardware)
-        if hosts is None:
-            return [np.zeros(len(rank.tasks)) for rank in self.program.classes]
-        pairs = zip(self.program.classes, hosts, strict=True)
-        return [host.seconds[table_rows(rank.work)] for rank, host in pairs]
+        """Seconds of the host to launch each row in steps like `run`, by rank: [rows, batches]."""
+        few, many = (
+            host_work(self.program, run, self.execution, self.machine.hardware, tokens)
+            for tokens in (1, MAX_GRAPH_TOKENS + 1)
+        )
+        if few is None or many is None:
+            return [np.zeros((len(rank.tasks), 1)) for rank in self.program.classes]
+        exceeds = self.grid > MAX_GRAPH_TOKENS
+        return [
+            np.where(exceeds, large.seconds[rows, None], small.seconds[rows, None])
+            for rank, small, large in zip(self.program.classes, few, many, strict=True)
+            for rows in (table_rows(rank.work),)
+        ]
 
 
 def unfilled(reach: Reach, block: int) -> float:

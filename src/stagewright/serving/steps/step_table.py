@@ -399,7 +399,7 @@ def step_table(
         order, copies, may_wait = _rows_in_order(rows.ranks[rank].block, rows.kept[rank])
         by_tokens = seconds[rank] * ~(in_head | (term_of >= 0))[:, None]
         runs = (term_of[order, None] == np.arange(len(terms))) * copies[:, None]
-        launched = np.cumsum(copies * launches[rank][order])
+        launched = np.cumsum(copies[:, None] * launches[rank][order], axis=0)
         by_row = copies[:, None] * by_tokens[order]
         paths = _paths(by_row, runs, launched, may_wait, shortest)
         head = copies @ (seconds[rank] * in_head[:, None])[order]

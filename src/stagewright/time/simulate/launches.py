@@ -54,7 +54,7 @@ from stagewright.program.columns import (
     Tasks,
 )
 from stagewright.program.shapes import GEMM, ops_of
-from stagewright.run.requests import groups
+from stagewright.run.requests import groups, microbatches
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import SCHEDULES
@@ -76,15 +76,13 @@ class LaunchCost:
 
 
 LAUNCH_COSTS: Mapping[str, LaunchCost] = {
-    # Megatron-LM. Fitted to the training rows of mixtures of experts in Megatron-Bridge: 13.9% off,
-    # 14.0% with a call of 70 (docs/internals/kernels.md). torch.nn.Linear takes 13.5 us
-    # (github.com/NVIDIA/TransformerEngine, issue 2053): modules, autograd's functions, and
-    # collectives take more. A captured part of a layer is called like an operator.
+    # Megatron-LM, and steps with prompts of servers. Fitted to the training rows of mixtures of
+    # experts in Megatron-Bridge: 13.9% off, 14.0% with a call of 70 (docs/internals/kernels.md).
+    # torch.nn.Linear takes 13.5 us (github.com/NVIDIA/TransformerEngine, issue 2053): modules,
+    # autograd's functions, and collectives take more. A captured part of a layer is called like an
+    # operator. Nothing was fitted to servers: 89 TTFTs of mixtures of experts that AIConfigurator
+    # published (H100, H200, B200 and B300, up to 32 users) are 31% off on average, 38% with 35 us.
     "eager": LaunchCost(call=60.0, kernel=25.0, graph=60.0),
-    # Steps with prompts of SGLang and TensorRT-LLM, without autograd. Fitted to median TTFTs of 17
-    # closed loops of InferenceX with DeepSeek-R1: 20% off, 24% where the steps were compiled; 3
-    # held out: 22% and 27%.
-    "serving": LaunchCost(call=35.0, kernel=17.0, graph=35.0),
     # Unfused operators of PyTorch (`fuse` is off). Fitted to the rows of nanotron on one to four
     # nodes of H100 without collective checks: 5.9% off, 6.6% on those held out
     # (benchmarks/fit_host.py).
@@ -96,8 +94,7 @@ LAUNCH_COSTS: Mapping[str, LaunchCost] = {
     # graphs", CUDA 12.6).
     "cuda_graph": LaunchCost(call=0.0, kernel=0.0, graph=2.5),
 }
-"""By launch mode; `operators`: eager, unfused operators of PyTorch; `serving`: eager, in steps of
-inference."""
+"""By launch mode; `operators`: eager, unfused operators of PyTorch."""
 
 TENSOR_LAUNCH = 1.3
 """Microseconds of each further launch in a loop in C++: `cuLaunchKernel` on a host with an x86 CPU
@@ -138,6 +135,11 @@ EAGER_KERNELS: Mapping[str, int] = {
 }
 """Kernels per unfused op of PyTorch; one for all other ops."""
 
+MAX_GRAPH_TOKENS = 512
+"""Tokens of a step with prompts up to which vLLM replays graphs of the pieces of its compiled model
+(`max_cudagraph_capture_size` in the log of a server of vLLM 0.19,
+casys-kaist/LLMServingSim@5daddb21)."""
+
 _WHOLE_PROGRAMS = ("Google", "AWS")
 """Vendors whose compilers (XLA, Neuron) compile a step to one program."""
 
@@ -149,13 +151,20 @@ class HostWork(NamedTuple):
     waits: Bool  # the host waits for the end of the task before it launches the next one
 
 
-def launch_mode(run: Run, execution: Execution, hardware: Hardware) -> str:
+def launch_mode(
+    run: Run, execution: Execution, hardware: Hardware, tokens: int | None = None
+) -> str:
     """Launch mode of an execution, or else the default of the run's framework.
 
     Megatron-LM runs eagerly, torchtitan compiles its blocks; servers capture steps of decode as
-    CUDA graphs. vLLM compiles steps with prompts; TensorRT-LLM (`torch_compile_config` is off) and
-    SGLang before 0.5.10 run them eagerly. The piecewise graphs of SGLang 0.5.10
-    (`--disable-piecewise-cuda-graph`) are not modelled. A step of a TPU is one program.
+    CUDA graphs. vLLM has graphs of the pieces of a step with prompts, too, up to
+    `MAX_GRAPH_TOKENS`; in larger ones (`piecewise`) it calls all but element-wise kernels one by
+    one: attention, experts, collectives and products in few bits are custom operators.
+    TensorRT-LLM (`torch_compile_config` is off) and SGLang before 0.5.10 run steps with prompts
+    eagerly. The piecewise graphs of SGLang 0.5.10 (`--disable-piecewise-cuda-graph`) are not
+    modelled. A step of a TPU is one program.
+
+    `tokens`: tokens of a rank in a step of inference; None: those of the run.
     """
     if execution.launch_mode is not None:
         return execution.launch_mode
@@ -167,7 +176,16 @@ def launch_mode(run: Run, execution: Execution, hardware: Hardware) -> str:
     # TensorRT-LLM. Steps with a chunk of a prompt are launched kernel by kernel.
     if run.mode == "decode" and not _computes_prompts(run):
         return "cuda_graph"
+    if execution.serving_engine == "vllm":
+        tokens = _rank_tokens(run) if tokens is None else tokens
+        return "compile" if tokens <= MAX_GRAPH_TOKENS else "piecewise"
     return "eager" if execution.serving_engine in ("sglang", "trtllm") else "compile"
+
+
+def _rank_tokens(run: Run) -> int:
+    """New tokens of a rank in one batch of a resolved step of inference."""
+    tokens = sum(group.count * (group.new_tokens or 0) for group in groups(run))
+    return -(-tokens // (run.dp * microbatches(run)))
 
 
 def _computes_prompts(run: Run) -> bool:
@@ -177,16 +195,23 @@ def _computes_prompts(run: Run) -> bool:
 
 
 def host_work(
-    program: Program, run: Run, execution: Execution, hardware: Hardware
+    program: Program,
+    run: Run,
+    execution: Execution,
+    hardware: Hardware,
+    tokens: int | None = None,
 ) -> list[HostWork] | None:
-    """Launches of each rank class, by row of its actions; None: they take no time."""
-    mode = launch_mode(run, execution, hardware)
+    """Launches of each rank class, by row of its actions; None: they take no time.
+
+    `tokens`: as `launch_mode`.
+    """
+    mode = launch_mode(run, execution, hardware, tokens)
     if mode == "ahead":
         return None
     # Ranks that compute prompts are first.
     prefill = run.model_copy(update={"mode": "prefill"})
     num_prefill_ranks = run.prefill_ranks.world_size if run.prefill_ranks else 0
-    prefill_mode = launch_mode(prefill, execution, hardware) if num_prefill_ranks else mode
+    prefill_mode = launch_mode(prefill, execution, hardware, tokens) if num_prefill_ranks else mode
     checks = _checks(program, hardware) if execution.collective_checks else None
     sizes = np.array([*(group.size for group in _groups(program)), 0])
     copies = SHARD_COPY * 1e-6 * hardware.host_factor * sizes
@@ -268,10 +293,10 @@ def _launches(
         captured = _captured(tasks, execution.cuda_graph_modules)
         mode = "eager" if execution.cuda_graph_modules else mode
         waits &= ~captured
-    eager = "operators" if not run.fuse else "eager" if run.mode == "train" else "serving"
-    cost = LAUNCH_COSTS[eager if mode == "eager" else mode]
+    eager = "eager" if run.fuse else "operators"
+    cost = LAUNCH_COSTS[eager if mode in ("eager", "piecewise") else mode]
     kernels = _kernels(tasks, run)
-    if mode == "compile":
+    if mode in ("compile", "piecewise"):
         kernels[_follows_fusable(tasks, run)] = 0
     micros = np.where(kernels > 0, cost.call, 0.0) + np.maximum(kernels - 1, 0) * cost.kernel
     in_loop = (tasks.kind == TaskKind.COMPUTE) & (tasks.phase == OPTIMIZER_PHASE)
