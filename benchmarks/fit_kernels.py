@@ -307,7 +307,7 @@ def main() -> None:
     folder, wanted = Path(sys.argv[1]), sys.argv[2:] or list(SYSTEMS)
     for name in wanted:
         print(f"## {name}", flush=True)
-        hardware = resolve(name)
+        hardware = resolve(name).with_grouped_experts()
         for part in (gemm, attention, experts, collectives):
             try:
                 part(folder, hardware, SYSTEMS[name])

@@ -2,6 +2,7 @@
 
     python benchmarks/fit_sustained.py steps HARDWARE PRECISION [SOURCE ...]
     python benchmarks/fit_sustained.py products HARDWARE SYSTEM.json
+    python benchmarks/fit_sustained.py experts HARDWARE SYSTEM.json
 
 `steps` takes the training rows of dense models that the package carries, or of some sources: the
 clock at which the median error is zero. Other precisions keep the clock that the hardware has; rows
@@ -9,7 +10,9 @@ of low utilization are left out, and so are those whose sequences are packed wit
 assumed lengths. `products` takes matrix products that SimuMax
 (github.com/MooreThreads/SimuMax, Apache-2.0) measured one after the other for a while, in
 `configs/system/*.json`: the median of benchmark over sustained speed, among products of more than
-100 us. Of the rows, 70% fit and 30% are held out, by a hash of the configuration
+100 us. `experts` takes the file's products of experts and prints how far they are off at that
+clock as one grouped product and as one product after the other (`ExpertFit.takes_turns`), each at
+least `PRODUCT_LAUNCH`. Of the rows, 70% fit and 30% are held out, by a hash of the configuration
 (`stagewright validate` holds out the same).
 """
 
@@ -33,6 +36,7 @@ from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
 from stagewright.time.hardware import Hardware, resolve
 from stagewright.time.roofline import gemm_seconds
+from stagewright.time.simulate.launches import PRODUCT_LAUNCH
 
 LONG_S = 100e-6
 """Shorter products do not reach the power limit in such a benchmark."""
@@ -141,7 +145,7 @@ def _seconds(m: Measurement, precision: str, clocks: np.ndarray) -> list[float]:
         return []
 
 
-def products(name: str, path: str) -> None:
+def products(name: str, path: str) -> float:
     """Fit the clock in bf16 to matrix products that ran for a while."""
     hardware = resolve(name)
     table = json.loads(Path(path).read_text())["accelerator"]["op"]["matmul"]
@@ -163,7 +167,39 @@ def products(name: str, path: str) -> None:
             found.append(float(np.log(took / seconds)))
         key.append(shape)
         logs.append(found)
-    solved(key, [fits(k) for k in key], CLOCKS, np.array(logs))
+    return solved(key, [fits(k) for k in key], CLOCKS, np.array(logs))
+
+
+def experts(name: str, path: str) -> None:
+    """Print errors of products of experts in two ways, at the clock of `products`."""
+    hardware = with_clock(resolve(name), "bf16", products(name, path)).sustained()
+    fit = hardware.experts
+    if fit is None:
+        raise SystemExit(f"{name} has no constants of grouped products")
+    table = json.loads(Path(path).read_text())["accelerator"]["op"]["group_matmul"]
+    for turns in (False, True):
+        update = {"experts": fit.model_copy(update={"takes_turns": turns})}
+        on, errors = hardware.model_copy(update=update), dict[str, list[float]]()
+        for shape, share in table["accurate_efficient_factor"].items():
+            given = dict(part.split("=") for part in shape.split(", "))
+            count, *sizes = (float(given[x]) for x in ("ng", "M", "N", "K"))
+            m, n, k = sizes
+            measured = 2 * count * m * n * k / (share * table["tflops"] * 1e12)
+            of_weights = given["stage"] == "bwd_grad_w"
+            if of_weights:
+                m, n, k = n, k, m
+            elif given["stage"] == "bwd_grad_act":
+                n, k = k, n
+            width = 4 if of_weights and given["main_grad_dtype"] == "fp32" else 2
+            result = width * count * m * n * (2 if given["accumulate"] == "True" else 1)
+            traffic = 2 * count * k * (m + n) + result
+            batch = [np.array([x]) for x in (count, m, n, k)]
+            took = gemm_seconds(*batch, traffic=np.array([traffic]), dtype="bf16", hardware=on)[0]
+            took = max(took, count * PRODUCT_LAUNCH * 1e-6)
+            errors.setdefault(given["stage"], []).append(took / measured - 1)
+        for stage, found in errors.items():
+            told(f"{'one after the other' if turns else 'grouped'}, {stage}", np.array(found))
+        told("all", np.array([e for found in errors.values() for e in found]))
 
 
 def main() -> None:
@@ -173,6 +209,8 @@ def main() -> None:
             steps(name, precision, sources)
         case ["products", name, path]:
             products(name, path)
+        case ["experts", name, path]:
+            experts(name, path)
         case _:
             raise SystemExit(__doc__)
 

@@ -54,7 +54,10 @@ class KernelRow(Row):
     def simulate(self) -> float:
         """Microseconds of the kernel."""
         sizes = {k: int(v) for k, v in (word.split("=") for word in self.shape.split())}
-        return _seconds(self.kernel, self.dtype, sizes, resolve(self.hardware)) * 1e6
+        return (
+            _seconds(self.kernel, self.dtype, sizes, resolve(self.hardware).with_grouped_experts())
+            * 1e6
+        )
 
     def predict(self, outcome: float) -> float:
         """The outcome itself."""

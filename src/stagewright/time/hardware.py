@@ -173,6 +173,9 @@ class ExpertFit(FigureBlock):
     """Share of the bandwidth that kernels reach which copy rows by index."""
     gemm: Mapping[str, GemmFit] = Field(default_factory=dict)
     """Grouped products, by precision; a precision without constants takes those of products."""
+    takes_turns: bool = False
+    """True if products of experts that are launched one by one run one by one, whatever their
+    streams (`GroupedLinear` of Transformer Engine has four)."""
 
 
 # ---- constants of kernels of inference -----------------------------------------------------------
@@ -475,6 +478,13 @@ class Hardware(FigureBlock):
         grouped_fit = self.experts.gemm.get(like) if grouped and self.experts else None
         return grouped_fit or self.gemm.get(dtype) or self.gemm.get(like) or self.gemm["bf16"]
 
+    def with_grouped_experts(self) -> Hardware:
+        """This hardware where one kernel computes the products of all experts."""
+        if self.experts is None or not self.experts.takes_turns:
+            return self
+        experts = self.experts.model_copy(update={"takes_turns": False})
+        return self.model_copy(update={"experts": experts})
+
     def with_rates_of_bf16(self, dtypes: Iterable[str]) -> Hardware:
         """Hardware with bf16's rate for data types without matrix products.
 
@@ -520,7 +530,8 @@ class Hardware(FigureBlock):
         if experts is not None:
             routing = experts.routing_us if fit.routing_us is None else fit.routing_us
             grouped = {**experts.gemm, **updated(fit.experts_gemm)}
-            experts = experts.model_copy(update={"routing_us": routing, "gemm": grouped})
+            update = {"routing_us": routing, "gemm": grouped, "takes_turns": False}
+            experts = experts.model_copy(update=update)
         products = {**self.gemm, **updated(fit.gemm)}
         return self.model_copy(update={"gemm": products, "experts": experts, "inference": fit})
 

@@ -123,8 +123,14 @@ def gemm_seconds(
     """Seconds of matrix products that move `traffic` bytes.
 
     Each product has `batch` results of m x n, whose elements are sums over k. Several results are
-    a grouped product: one kernel, whose constants are fitted to those of experts.
+    a grouped product: one kernel, whose constants are fitted to those of experts, or as many
+    products one after the other (`ExpertFit.takes_turns`).
     """
+    if hardware.experts is not None and hardware.experts.takes_turns:
+        count = np.maximum(batch, 1.0)
+        batch, traffic = np.minimum(batch, 1.0), traffic / count
+        grouped = hardware.with_grouped_experts()
+        return count * gemm_seconds(batch, m, n, k, traffic=traffic, dtype=dtype, hardware=grouped)
     is_grouped = batch > 1
     sizes, seconds = np.stack([batch, m, n, k, traffic]), np.zeros(len(m))
     for grouped in (False, True):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import stagewright as sw
 from stagewright.lower.compile import compile
 from stagewright.program.columns import COLLECTIVES, PHASES, Tasks
 from stagewright.run.settings import Run
@@ -14,7 +15,9 @@ from stagewright.time import hardware
 from stagewright.time.dispatch import DispatchKernels
 from stagewright.time.durations import task_seconds
 from stagewright.time.expert_kernels import bias_seconds, copying_seconds, weighed_within
+from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
+from stagewright.time.roofline import gemm_seconds
 
 H100 = hardware.resolve("h100-sxm")
 INDEXED = 0.6818 * 3350e9
@@ -94,3 +97,30 @@ def test_dispatchers_that_send_tokens_once_sort_and_send_gates_with_them() -> No
     assert gates.sum() == 2
     assert not once[gates].any()
     assert each[gates].all()
+
+
+def test_products_that_take_turns_are_products_of_their_own() -> None:
+    """Unless one kernel computes all of them, as in steps that are one CUDA graph."""
+    b200 = resolve("b200")
+    assert b200.experts is not None
+    assert b200.experts.takes_turns
+    one, sizes = np.ones(1), [np.array([x]) for x in (1232.0, 3072.0, 5120.0)]
+    traffic = np.array([2.0 * (1232 * 5120 + 3072 * 5120 + 1232 * 3072)])
+    each = gemm_seconds(one, *sizes, traffic=traffic, dtype="bf16", hardware=b200)
+    all_ = gemm_seconds(20 * one, *sizes, traffic=20 * traffic, dtype="bf16", hardware=b200)
+    assert all_ == pytest.approx(20 * each)
+    grouped = b200.with_grouped_experts()
+    assert (
+        gemm_seconds(20 * one, *sizes, traffic=20 * traffic, dtype="bf16", hardware=grouped)
+        < 0.95 * all_
+    )
+
+    moe = {"model": "qwen3-30b-a3b", "layers": 2, "ep": 2, "dp": 2, "seq_length": 4096}
+    compiled = sw.compile(**moe)
+    kernels = [
+        sw.simulate(
+            compiled, "b200", launch_mode="cuda_graph", cuda_graph_modules=modules
+        ).to_dict()["mean"]["kernels"]["forward"]
+        for modules in (frozenset({"attn"}), frozenset())
+    ]
+    assert kernels[0] > kernels[1]

@@ -7,7 +7,8 @@ kernels of a task follows from the task:
 - a bias that the product before it adds has none (`time.fused_gemms`);
 - the parts of a joint product (query, key and value) are one kernel;
 - Megatron-LM loops over the experts of a rank: a product or a quantization of a grouped linear
-  layer is a kernel per expert (`GroupedLinear` of Transformer Engine);
+  layer is a kernel per expert (`GroupedLinear` of Transformer Engine), and the loop over products
+  is in C++;
 - a quantization is two kernels: with one scale per tensor the maximum and the cast, with blocks the
   cast and the reordering of scales;
 - unfused PyTorch operators (`operators` is eager) take `EAGER_KERNELS` kernels per op;
@@ -53,7 +54,7 @@ from stagewright.program.columns import (
     TaskKind,
     Tasks,
 )
-from stagewright.program.shapes import GEMM, ops_of
+from stagewright.program.shapes import GEMM, ops_of, shape_mask
 from stagewright.run.requests import groups, microbatches
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
@@ -77,7 +78,7 @@ class LaunchCost:
 
 LAUNCH_COSTS: Mapping[str, LaunchCost] = {
     # Megatron-LM, and steps with prompts of servers. Fitted to the training rows of mixtures of
-    # experts in Megatron-Bridge: 13.9% off, 14.0% with a call of 70 (docs/internals/kernels.md).
+    # experts: 12.4% off, as much with a call of 70, 13.1% with 35 for a further kernel.
     # torch.nn.Linear takes 13.5 us (github.com/NVIDIA/TransformerEngine, issue 2053): modules,
     # autograd's functions, and collectives take more. A captured part of a layer is called like an
     # operator. Nothing was fitted to servers: 89 TTFTs of mixtures of experts that AIConfigurator
@@ -99,6 +100,13 @@ LAUNCH_COSTS: Mapping[str, LaunchCost] = {
 TENSOR_LAUNCH = 1.3
 """Microseconds of each further launch in a loop in C++: `cuLaunchKernel` on a host with an x86 CPU
 (github.com/meta-pytorch/tritonbench, pull request 1016)."""
+
+PRODUCT_LAUNCH = 9.2
+"""Microseconds of each further product of a grouped linear layer, launched in a loop in C++.
+
+80 to 256 experts of few rows take 9.2 to 9.4 us each in Transformer Engine's `GroupedLinear` on
+B200, whatever their sizes (configs/system/b200_bf16_ceperm.json of github.com/MooreThreads/SimuMax,
+Apache-2.0)."""
 
 SHARD_COPY = 13.5
 """Microseconds of a copy of a parameter's shard out of the buffer of one rank, called from Python:
@@ -186,6 +194,20 @@ def _rank_tokens(run: Run) -> int:
     """New tokens of a rank in one batch of a resolved step of inference."""
     tokens = sum(group.count * (group.new_tokens or 0) for group in groups(run))
     return -(-tokens // (run.dp * microbatches(run)))
+
+
+def loops_over_experts(run: Run, execution: Execution, hardware: Hardware) -> bool:
+    """True if the products of a rank's experts are launched one by one.
+
+    Megatron-LM's grouped linear layers (`GroupedLinear` of Transformer Engine). Whole steps can be
+    captured without dropping tokens only if one kernel reads the numbers of rows from memory
+    (docs/training/moe-optimization.md of Megatron-Bridge).
+    """
+    if run.mode != "train" or run.framework != "megatron":
+        return False
+    graph = launch_mode(run, execution, hardware) == "cuda_graph"
+    drops = run.moe_expert_capacity_factor is not None
+    return drops or not graph or bool(execution.cuda_graph_modules)
 
 
 def _computes_prompts(run: Run) -> bool:
@@ -295,10 +317,13 @@ def _launches(
         waits &= ~captured
     eager = "eager" if run.fuse else "operators"
     cost = LAUNCH_COSTS[eager if mode in ("eager", "piecewise") else mode]
-    kernels = _kernels(tasks, run)
+    kernels, further = _kernels(tasks, run), np.full(len(tasks), cost.kernel)
+    if loops_over_experts(run, execution, hardware):
+        products = shape_mask(tasks, lambda shape: shape.kernel == GEMM)
+        further[products & (_modules(tasks) == "moe")] = min(cost.kernel, PRODUCT_LAUNCH)
     if mode in ("compile", "piecewise"):
         kernels[_follows_fusable(tasks, run)] = 0
-    micros = np.where(kernels > 0, cost.call, 0.0) + np.maximum(kernels - 1, 0) * cost.kernel
+    micros = np.where(kernels > 0, cost.call, 0.0) + np.maximum(kernels - 1, 0) * further
     in_loop = (tasks.kind == TaskKind.COMPUTE) & (tasks.phase == OPTIMIZER_PHASE)
     micros[in_loop] = min(cost.call, TENSOR_LAUNCH)
     messages = (tasks.kind == TaskKind.SEND) | (tasks.kind == TaskKind.RECV)

@@ -48,7 +48,7 @@ from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate import ep_overlap
 from stagewright.time.simulate.breakdown import Breakdown, breakdown, critical_path, path_parts
 from stagewright.time.simulate.execute import Progress
-from stagewright.time.simulate.launches import host_work, launch_mode
+from stagewright.time.simulate.launches import host_work, launch_mode, loops_over_experts
 from stagewright.time.simulate.memory import MemoryTimeline, memory_timeline, peak
 from stagewright.time.simulate.power_over_time import PowerOverTime, power_over_time
 from stagewright.time.simulate.serving import Served, ServingGroup, limiting, served
@@ -436,6 +436,8 @@ def timeline_of_step(
         ep_overlap.check(run)
     if serves:
         machine = served_machine(run, model, machine, engine)
+    if not loops_over_experts(run, execution, machine.hardware):
+        machine = replace(machine, hardware=machine.hardware.with_grouped_experts())
     missing = without_rates(compiled, machine.hardware)
     if missing:
         machine = replace(machine, hardware=machine.hardware.with_rates_of_bf16(missing))
