@@ -260,7 +260,7 @@ def moved(model: str, settings: dict[str, Any]) -> Counter[str]:
     return Counter(
         f"{n.phase} {n.op} {mesh.label(n['axes'])}"
         for n in graph
-        if n.op in COLLECTIVE_OPS and n.scope == "mlp" and not n.once and n.role is None
+        if n.op in COLLECTIVE_OPS and n.scope.startswith("mlp") and not n.once and n.role is None
     )
 
 
@@ -339,7 +339,7 @@ def reductions(settings: dict[str, Any]) -> dict[bool, Counter[str]]:
     _, graph, mesh, *_ = sharded("shared", settings)
     found: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
     for n in graph:
-        if n.op in COLLECTIVE_OPS and n.role is Role.STEP_GRADIENT and n.scope == "mlp":
+        if n.op in COLLECTIVE_OPS and n.role is Role.STEP_GRADIENT and n.scope.startswith("mlp"):
             weight = n.srcs[0].binding.param
             assert weight is not None
             if not weight.name.endswith("norm.weight"):
