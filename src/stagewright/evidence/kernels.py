@@ -27,6 +27,7 @@ from stagewright.time.roofline import (
     gemm_seconds,
     memory_seconds,
     routing_seconds,
+    sparse_attention_seconds,
     training_attention_seconds,
 )
 
@@ -97,6 +98,11 @@ def _seconds(kernel: str, dtype: str, size: dict[str, int], on: Hardware) -> flo
         return _experts(size, dtype, on, fused=kernel == "fused_experts")
     if kernel == "cached_attention":
         return _cached_attention(size, dtype, on)
+    if kernel == "sparse_attention":
+        assert on.inference is not None
+        fit, width = on.inference.sparse_attention[dtype], size["d"] + size["v"]
+        sizes = _arrays(size["tokens"], size["heads"], size["chosen"], 2 * width)
+        return float(sparse_attention_seconds(*sizes, fit=fit, hardware=on)[0])
     if kernel == "engine_all_reduce":
         return _engine_all_reduce(size, on)
     if "gpus" in size:

@@ -216,6 +216,19 @@ class CachedAttentionFit(FigureBlock):
     """Share of the peak that products and exponentials reach; None: those of `AttentionFit`."""
 
 
+class SparseAttentionFit(FigureBlock):
+    """Constants of attention of prompts to latents that an indexer chooses for each token.
+
+    See `roofline.sparse_attention_seconds`.
+    """
+
+    launch_us: float = Field(ge=0)
+    tile_us: float = Field(ge=0)
+    """Time of a token's tile on one compute unit to gather its keys, beyond its products."""
+    rows: int = Field(ge=1)
+    """Least rows of a tile: heads of a token, whose products the tensor cores make at once."""
+
+
 class MixedAttentionFit(FigureBlock):
     """Constants of FlashAttention 2 for batches of prompts and decoding requests.
 
@@ -270,6 +283,9 @@ class InferenceFit(FigureBlock):
     latent_attention: Mapping[str, CachedAttentionFit] = Field(default_factory=dict)
     """Attention to latents, which all heads read as keys and values, by the precision of the
     cache; a precision without constants has those of `cached_attention`."""
+    sparse_attention: Mapping[str, SparseAttentionFit] = Field(default_factory=dict)
+    """By the precision of the cache; without constants, attention to chosen latents is as fast as
+    to all: so are the kernels of TensorRT-LLM for a cache in fp8 on Blackwell."""
     all_reduce: DirectAllReduce | None = None
     routing_us: float | None = Field(ge=0, default=None)
     """Time of the kernels that sort tokens by expert; None: training's (`ExpertFit`)."""
@@ -277,13 +293,16 @@ class InferenceFit(FigureBlock):
     """By engine, in the words of `Execution.serving_engine`."""
     mixed_attention: MixedAttentionFit | None = None
     """That of the selected engine (`EngineFit`)."""
+    cache: str = "bf16"
+    """Precision of the selected cache."""
 
     def of_engine(self, engine: str | None, cache: str) -> InferenceFit:
         """Constants of an engine with a cache in the precision `cache`."""
         fit = self.engines.get(engine or "")
         if fit is None:
-            return self
+            return self.model_copy(update={"cache": cache})
         update = {
+            "cache": cache,
             "cached_attention": fit.cached_attention.get(cache, self.cached_attention),
             "gemm": {**self.gemm, **fit.gemm},
             # FlashAttention 2 reads no cache in fp8: engines have another kernel then.

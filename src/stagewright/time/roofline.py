@@ -35,7 +35,7 @@ from stagewright.errors import UserError
 from stagewright.graph.node import BYTES
 from stagewright.graph.table import OPS, Timing, served_heads
 from stagewright.program.shapes import GEMM
-from stagewright.time.hardware import PEAKS, GemmFit, Hardware
+from stagewright.time.hardware import PEAKS, GemmFit, Hardware, SparseAttentionFit
 
 
 class Kernels(NamedTuple):
@@ -324,11 +324,37 @@ def _cached_attention(kernels: Kernels, hardware: Hardware) -> Float:
     slots = size["k"] + size.get("j", np.zeros_like(size["d"]))
     keys = np.minimum(slots * heads, points) / sharing
     work = (size["q"] * heads, sharing, points, keys, flops_per_point, kernels.traffic)
+    assert hardware.inference is not None
+    cache = hardware.inference.cache  # latents are multiplied as they are stored
     of_heads, of_latents = (
-        cached_attention_seconds(*work, dtype=kernels.dtype, hardware=hardware, latent=latent)
-        for latent in (False, True)
+        cached_attention_seconds(*work, dtype=dtype, hardware=hardware, latent=latent)
+        for latent, dtype in ((False, kernels.dtype), (True, cache))
     )
-    return np.where(size.get("latent", np.zeros_like(points)) > 0, of_latents, of_heads)
+    is_latent = size.get("latent", np.zeros_like(points)) > 0
+    seconds = np.where(is_latent, of_latents, of_heads)
+    chosen = size.get("t")
+    fit = hardware.inference.sparse_attention.get(cache)
+    if chosen is None or "j" in size or fit is None:
+        return seconds
+    # Prompts beyond the keys that may be chosen; a decode step splits the keys of its requests.
+    prompts = (slots < ROWS * size["q"]) & (points > size["q"] * heads * chosen / 2)
+    sparse = sparse_attention_seconds(size["q"], sharing, chosen, flops_per_point, fit, hardware)
+    return np.where(is_latent & prompts, sparse, seconds)
+
+
+def sparse_attention_seconds(
+    tokens: Float, heads: Float, chosen: Float, flops_per_point: Float,
+    fit: SparseAttentionFit, hardware: Hardware,
+) -> Float:  # fmt: skip
+    """Seconds of attention to latents that are chosen for each token.
+
+    No two tokens share their keys, so that each has a tile of its own (`flash_mla_sparse_fwd` of
+    FlashMLA): all heads, which pass through all `chosen` places, whether a key is there or not.
+    """
+    rows = np.ceil(heads / fit.rows) * fit.rows
+    products = tokens * chosen * rows * flops_per_point / peak_flops(hardware, "bf16")
+    waves = np.ceil(tokens / hardware.compute_units)
+    return (fit.launch_us + waves * fit.tile_us) * 1e-6 + products
 
 
 class DecodeInPromptKernel(NamedTuple):

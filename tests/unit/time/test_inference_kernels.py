@@ -145,18 +145,37 @@ def test_latents_and_queries_come_down_in_one_product() -> None:
 
 def test_attention_to_latents_has_constants_of_its_own() -> None:
     """64 requests of 4,096 tokens on B200, 16 heads: 39 us by TensorRT-LLM, 41 by SGLang."""
-    on = resolve("b200").for_inference()
+    on = resolve("b200").for_inference(cache="fp8")
     sizes = {"q": 64, "a": 16, "v": 512, "d": 576, "k": 64 * 4096}
 
     def seconds(**more: int) -> float:
         extents = {name: np.array([float(size)]) for name, size in {**sizes, **more}.items()}
         pairs, rows = 64 * 16 * 4096, 64 * 4096
         work = np.array([2.0 * pairs * 1088]), np.array([576.0 * rows + 2 * 64 * 16 * 1088])
-        kernels = Kernels(extents, *work, "fp8", np.array([False]))
+        kernels = Kernels(extents, *work, "bf16", np.array([False]))
         return float(kernels_seconds("cached_attention", kernels, on)[0])
 
     assert 0.9 * 39e-6 < seconds(latent=1) < 1.1 * 41e-6
     assert seconds(latent=1) > seconds()
+
+
+def test_chosen_latents_of_prompts_take_a_tile_per_token() -> None:
+    """8,192 tokens on B200, of 64 heads: 4,030 us by FlashMLA, behind few tokens or many."""
+    on = resolve("b200").for_inference()
+
+    def seconds(tokens: int, slots: int, pairs: float) -> float:
+        sizes = {"q": tokens, "a": 64, "v": 512, "d": 576, "k": slots, "t": 2048, "latent": 1}
+        extents = {name: np.array([float(size)]) for name, size in sizes.items()}
+        work = np.array([2176.0 * 64 * pairs]), np.array([1152.0 * min(slots, 2048 * tokens)])
+        kernels = Kernels(extents, *work, "bf16", np.array([False]))
+        return float(kernels_seconds("cached_attention", kernels, on)[0])
+
+    prompt = seconds(8192, 8192, 2048 * (8192 - 1024))
+    assert prompt == pytest.approx(4030e-6, rel=0.02)
+    assert seconds(8192, 65536, 2048.0 * 8192) == pytest.approx(prompt)
+    # As long as all keys may be chosen, and in decode, which splits the keys of a request.
+    assert seconds(2048, 2048, 2048 * 1024) < prompt / 20
+    assert seconds(64, 64 * 8192, 2048.0 * 64) < prompt / 40
 
 
 def test_an_engine_has_constants_of_its_own() -> None:
