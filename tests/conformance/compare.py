@@ -83,7 +83,7 @@ def run_of(case: Case, **more: Any) -> Run:
         "global_batch_size": o["batch"] * dp * o.get("n_mb", 1) * o.get("accum", 1),
         "clip_grad": o.get("clip", False), "sequence_parallel": o.get("sp", False),
         "loss_parallel": o.get("loss_parallel", False),
-        "input_grad_reduce": "shared" if o.get("shared_input", True) else "linear",
+        "input_grad_reduce": "shared" if o.get("shared_input", True) or o.get("sp") else "linear",
         "recompute": "full" if o.get("ac") else "none", "flash_attention": o.get("attn") != "math",
         "vpp": o.get("vpp", 1), "dropout": False,
         "repeat_kv": o.get("attn") != "flash_gqa", "optimizer": o.get("optimizer", "adamw"),
@@ -331,7 +331,7 @@ DIFFERENT: dict[tuple[str, str], Difference] = {
     ("64_fsdp2_cp4_ring_tied_accum2", "live"): _live(RING, 10502684, 10453460),
     ("70_fsdp3_moe_noreshard", "live"): _live(MOE, 27861548, 27808300),
     ("03_8b_ddp8", "peak"): _live(BUCKETS, 42665279644, 43720097948),
-    ("25_mixtral_ep8_efsdp8", "peak"): _live(f"{MOE}; and {UNIT}", 15350029332, 17328298924),
+    ("25_mixtral_ep8_efsdp8", "peak"): _live(f"{MOE}; and {UNIT}", 15350029332, 17445739436),
     ("37_tiny_ddp4_accum", "peak"): _live(BUCKETS, 52745308, 54968404),
 }  # fmt: skip
 """(case, what) -> how it differs; "peak" is listed where it is more than `TOLERANCE` off."""

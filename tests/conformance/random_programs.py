@@ -12,6 +12,7 @@ programs that differ; `page.py` writes the table of shares.
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +49,8 @@ class Result(NamedTuple):
     """Kind, group, dtype, number, bytes in and out by phase."""
     order: bool
     """The order of the collectives of each group."""
+    flops: bool
+    """FLOPs of matrix products and attention by phase."""
     state: bool
     """Bytes of parameters, gradients and optimizer states."""
     peak: float
@@ -55,8 +58,9 @@ class Result(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """Collectives and their order are equal, and the peak is within 2%."""
-        return self.collectives and self.order and abs(self.peak) <= compare.TOLERANCE
+        """Collectives, their order, FLOPs and state are equal, and the peak is within 2%."""
+        equal = self.collectives and self.order and self.flops and self.state
+        return equal and abs(self.peak) <= compare.TOLERANCE
 
 
 def by_group(events: list[tuple[Any, ...]]) -> dict[Any, list[tuple[Any, ...]]]:
@@ -101,7 +105,8 @@ def result(case: compare.Case) -> Result:
     ordered = by_group(recorded(case)) == by_group(ours(case, compiled))
     state = compare.state(case, compiled) == compare.recorded_state(case)
     peak = compare.peak(case, compiled) / compare.recorded_live(case, "peak") - 1
-    return Result(alike, ordered, state, peak)
+    counted = compare.recorded_flops(case) == compare.flops(case, compiled)
+    return Result(alike, ordered, counted, state, peak)
 
 
 def table() -> str:
@@ -124,6 +129,7 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    for name, case in CASES.items():
+    files = [line for path in sys.argv[1:] for line in Path(path).read_text().splitlines()]
+    for name, case in {c["name"]: c for c in map(json.loads, files or LINES)}.items():
         if not (r := result(case)).exact:
             print(name, r, DIFFERENT.get(name, "NOT LISTED"))

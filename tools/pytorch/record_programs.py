@@ -8,9 +8,10 @@ every collective is dispatched. A case is written to `cases/NAME.json`, in the f
     python tools/pytorch/record_programs.py '{"name": "40_tiny_fsdp4", "mesh": [["dp", 4]],
         "rank": 1, "model": "tiny", "layers": 2, "batch": 2, "seq": 128, "mp": ["bf16", "fp32"]}'
 
-`mesh` is outermost first: dp (FSDP2, or DDP with "ddp": true), dp_rep, tp. Options are those of
+`mesh` is outermost first: pp, dp_rep, dp (FSDP2, or DDP with "ddp": true), efsdp (data parallelism
+of experts), ep, cp, tp. `model` is a name of `MODELS` or its sizes; options are those of
 `DEFAULTS`. Two steps are run before the one that is recorded, so that optimizer states exist and
-DDP has rebuilt its buckets.
+DDP has rebuilt its buckets. `random_programs.py` records many.
 """
 
 from __future__ import annotations
@@ -32,11 +33,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed._functional_collectives import (
+    all_to_all_single,
+    all_to_all_single_autograd,
+)
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -62,9 +70,14 @@ MODELS = {
 DEFAULTS: dict[str, Any] = {
     "params": "fp32", "mp": None, "reshard": True, "ddp": False, "sp": False,
     "loss_parallel": False, "shared_input": True, "ac": False, "clip": False, "accum": 1,
+    "tied": False, "attn": "sdpa", "optimizer": "adamw", "cp_rotate": None, "moe": False,
+    "schedule": None, "n_mb": 1, "vpp": 1, "style": "loop",
 }  # fmt: skip
 """Parameters' dtype; FSDP2's (param_dtype, reduce_dtype); reshard_after_forward; sequence parallel;
-PrepareModuleInput; checkpoint each block; clip_grad_norm_; microbatches."""
+PrepareModuleInput; checkpoint each block; clip_grad_norm_; microbatches of gradient accumulation;
+tied tables; kernel of attention (`Core`); rotation of context parallelism (allgather, alltoall);
+experts; a schedule of torch.distributed.pipelining, its microbatches, stages of a rank, and their
+order (loop or v)."""
 
 
 # ---- the model: a Llama whose operators are all visible ------------------------------------------
@@ -87,23 +100,37 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat([a * c - b * s, b * c + a * s], dim=-1).type_as(x)
 
 
+class Core(nn.Module):
+    """The product of attention: `_ContextParallel` takes modules, and flash kernels by name."""
+
+    def __init__(self, copies: int, kind: str) -> None:
+        super().__init__()
+        self.copies, self.kind = copies, kind
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if self.copies > 1 and self.kind != "flash_gqa":
+            k, v = (t.repeat_interleave(self.copies, dim=1) for t in (k, v))
+        if self.kind == "sdpa":
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+
+
 class Attention(nn.Module):
-    def __init__(self, m: dict[str, int]) -> None:
+    def __init__(self, m: dict[str, int], attn: str) -> None:
         super().__init__()
         self.width, self.copies = m["head_dim"], m["heads"] // m["kv_heads"]
         heads = {"wq": m["heads"], "wk": m["kv_heads"], "wv": m["kv_heads"]}
         for name, count in heads.items():
             setattr(self, name, nn.Linear(m["hidden"], count * m["head_dim"], bias=False))
         self.wo = nn.Linear(m["heads"] * m["head_dim"], m["hidden"], bias=False)
+        self.core = Core(self.copies, attn)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         b, s, _ = x.shape
         q, k, v = (w(x).view(b, s, -1, self.width) for w in (self.wq, self.wk, self.wv))
         q, k = turned(q, cos, sin), turned(k, cos, sin)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        if self.copies > 1:
-            k, v = (t.repeat_interleave(self.copies, dim=1) for t in (k, v))
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        o = self.core(q, k, v)
         return self.wo(o.transpose(1, 2).contiguous().view(b, s, -1))
 
 
@@ -117,11 +144,53 @@ class MLP(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-class Block(nn.Module):
-    def __init__(self, m: dict[str, int]) -> None:
+class Experts(nn.Module):
+    def __init__(self, count: int, hidden: int, ffn: int) -> None:
         super().__init__()
-        self.attn_norm, self.attn = RMSNorm(m["hidden"]), Attention(m)
-        self.mlp_norm, self.mlp = RMSNorm(m["hidden"]), MLP(m)
+        self.w1, self.w3 = (nn.Parameter(torch.empty(count, hidden, ffn)) for _ in range(2))
+        self.w2 = nn.Parameter(torch.empty(count, ffn, hidden))
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(F.silu(torch.bmm(z, self.w1)) * torch.bmm(z, self.w3), self.w2)
+
+
+class MoE(nn.Module):
+    """Experts over `ep` ranks. Loads depend on data, which fake tensors lack: they are balanced."""
+
+    def __init__(self, m: dict[str, int], group: Any, ep: int) -> None:
+        super().__init__()
+        self.topk, self.ep, self.group, self.count = m["topk"], ep, group, m["experts"] // ep
+        self.router = nn.Linear(m["hidden"], m["experts"], bias=False)
+        self.experts = Experts(self.count, m["hidden"], m["ffn"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        t = x.flatten(0, 1)
+        width, ep = t.shape[1], self.ep
+        weights, chosen = torch.topk(torch.softmax(self.router(t).float(), -1), self.topk, dim=-1)
+        order = torch.argsort(chosen.flatten())
+        token = order // self.topk
+        z = t.index_select(0, token)
+        rows = z.shape[0]
+        split = [rows // ep] * ep
+        if ep > 1:
+            counts = torch.zeros(self.count * ep, dtype=torch.int64)
+            all_to_all_single(counts, None, None, self.group)
+            z = all_to_all_single_autograd(z, split, split, self.group)
+            z = z.view(ep, self.count, -1, width).transpose(0, 1)
+        z = self.experts(z.reshape(self.count, -1, width))
+        if ep > 1:
+            z = z.view(self.count, ep, -1, width).transpose(0, 1).reshape(rows, width)
+            z = all_to_all_single_autograd(z, split, split, self.group)
+        z = z.reshape(rows, width) * weights.flatten().index_select(0, order)[:, None].type_as(z)
+        where = token[:, None].expand(-1, width)
+        return torch.zeros_like(t).scatter_add(0, where, z).view(x.shape)
+
+
+class Block(nn.Module):
+    def __init__(self, m: dict[str, int], attn: str, experts: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.attn_norm, self.attn = RMSNorm(m["hidden"]), Attention(m, attn)
+        self.mlp_norm, self.mlp = RMSNorm(m["hidden"]), experts()
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         h = x + self.attn(self.attn_norm(x), cos, sin)
@@ -129,21 +198,30 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, m: dict[str, int], seq: int) -> None:
+    """The layers of a pipeline stage, with the embedding of the first and the head of the last."""
+
+    def __init__(
+        self, m: dict[str, int], seq: int, attn: str, experts: Callable[[], nn.Module],
+        layers: range, *, tied: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.tok = nn.Embedding(m["vocab"], m["hidden"])
-        self.layers = nn.ModuleDict({str(i): Block(m) for i in range(m["layers"])})
-        self.norm, self.out = RMSNorm(m["hidden"]), nn.Linear(m["hidden"], m["vocab"], bias=False)
+        first, last = 0 in layers, m["layers"] - 1 in layers
+        self.tok = nn.Embedding(m["vocab"], m["hidden"]) if first else None
+        self.layers = nn.ModuleDict({str(i): Block(m, attn, experts) for i in layers})
+        self.norm = RMSNorm(m["hidden"]) if last else None
+        self.out = nn.Linear(m["hidden"], m["vocab"], bias=False) if last else None
+        if tied:
+            self.out.weight = self.tok.weight
         waves = torch.arange(0, m["head_dim"], 2, dtype=torch.float32) / m["head_dim"]
         angle = torch.outer(torch.arange(seq, dtype=torch.float32), 5e5**-waves)
         self.register_buffer("cos", torch.cos(angle), persistent=False)
         self.register_buffer("sin", torch.sin(angle), persistent=False)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        h = self.tok(ids)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x if self.tok is None else self.tok(x)
         for block in self.layers.values():
             h = block(h, self.cos, self.sin)
-        return self.out(self.norm(h))
+        return h if self.out is None else self.out(self.norm(h))
 
 
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -156,17 +234,17 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def tensor_parallel(model: Llama, tp: DeviceMesh, o: dict[str, Any]) -> None:
     between = Shard(1) if o["sp"] else Replicate()
     split = o["loss_parallel"]
-    plan: dict[str, Any] = {
-        "tok": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "out": ColwiseParallel(
+    if model.tok is not None:
+        rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+        parallelize_module(model, tp, {"tok": rows})
+    if model.out is not None:
+        columns = ColwiseParallel(
             input_layouts=between,
             output_layouts=Shard(-1) if split else Replicate(),
             use_local_output=not split,
-        ),
-    }
-    if o["sp"]:
-        plan["norm"] = SequenceParallel()
-    parallelize_module(model, tp, plan)
+        )
+        norm = {"norm": SequenceParallel()} if o["sp"] else {}
+        parallelize_module(model, tp, {"out": columns} | norm)
     for block in model.layers.values():
         columns = ("attn.wq", "attn.wk", "attn.wv", "mlp.w1", "mlp.w3")
         plan = {name: ColwiseParallel() for name in columns}
@@ -182,21 +260,38 @@ def tensor_parallel(model: Llama, tp: DeviceMesh, o: dict[str, Any]) -> None:
         parallelize_module(block, tp, plan)
 
 
-def sharded(model: Llama, mesh: DeviceMesh, o: dict[str, Any]) -> None:
+def context_parallel(model: Llama, cp: DeviceMesh, o: dict[str, Any]) -> None:
+    """The ring is a handler of DTensor for the flash kernel, which the model calls by name."""
+    _attention._cp_options.enable_load_balance = True
+    _attention.set_rotate_method(o["cp_rotate"])
+    _attention._enable_cp_dtensor_dispatcher()
+    kind = _attention._ContextParallel.AttentionType.SDPA
+    for block in model.layers.values():
+        style = _attention._ContextParallel(seq_dim=2, attention_type=kind)
+        parallelize_module(block, cp, {"attn.core": style})
+
+
+def sharded(
+    model: Llama, mesh: DeviceMesh, of_experts: DeviceMesh | None, o: dict[str, Any]
+) -> None:
     settings: dict[str, Any] = {"mesh": mesh}
     if o["mp"]:
         param, reduce = (DTYPES[d] for d in o["mp"])
         settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
     for block in model.layers.values():
+        if of_experts is not None:
+            separate = settings | {"mesh": of_experts}
+            fully_shard(block.mlp.experts, **separate, reshard_after_forward=o["reshard"])
         fully_shard(block, **settings, reshard_after_forward=o["reshard"])
     fully_shard(model, **settings, reshard_after_forward=False)
 
 
-def replicated(model: Llama) -> nn.Module:
+def replicated(model: Llama, buckets: list[torch.Tensor]) -> nn.Module:
     """DDP, whose hook may not read the future of a fake collective, nor its buckets' indices."""
     wrapped = DistributedDataParallel(model, init_sync=False, broadcast_buffers=False)
 
-    def hook(_: Any, bucket: Any) -> torch.futures.Future[Any]:
+    def hook(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses text as annotation
+        buckets.append(active_fake_mode().from_tensor(bucket.buffer()))
         dist.all_reduce(bucket.buffer(), async_op=True)
         done: torch.futures.Future[Any] = torch.futures.Future()
         done.set_result(bucket.buffer())
@@ -219,9 +314,10 @@ def replicated(model: Llama) -> nn.Module:
 
 # ---- what is recorded ----------------------------------------------------------------------------
 
+NOTHING = -1
 KINDS: dict[
     str, tuple[str, int, int | None]
-] = {  # operand that goes in, that comes out (or result)
+] = {  # operand that goes in, that comes out (None: the result)
     "_c10d_functional.all_gather_into_tensor": ("all_gather", 0, None),
     "_c10d_functional.reduce_scatter_tensor": ("reduce_scatter", 0, None),
     "_c10d_functional.all_reduce": ("all_reduce", 0, None),
@@ -229,6 +325,8 @@ KINDS: dict[
     "c10d._allgather_base_": ("all_gather", 1, 0),
     "c10d._reduce_scatter_base_": ("reduce_scatter", 1, 0),
     "c10d.allreduce_": ("all_reduce", 0, 0),
+    "c10d.send": ("send", 0, NOTHING),
+    "c10d.recv_": ("recv", NOTHING, 0),
 }
 FLOPS = dict(flop_registry) | {
     aten._scaled_dot_product_flash_attention_for_cpu: (
@@ -267,9 +365,9 @@ def group_of(arguments: Any) -> dist.ProcessGroup | None:
 class Recorder(TorchDispatchMode):
     """Collectives and FLOPs of local operators, and bytes of all storages, by phase."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: dict[str, str]) -> None:
         super().__init__()
-        self.phase = "outside"
+        self.now_in = now
         self.collectives: list[tuple[str, str, tuple[int, ...], str, int, int]] = []
         self.flops: dict[str, collections.Counter[str]] = collections.defaultdict(
             collections.Counter
@@ -277,6 +375,10 @@ class Recorder(TorchDispatchMode):
         self.known: dict[int, list[Any]] = {}  # id of a storage -> bytes, phase, reference
         self.now: collections.Counter[str] = collections.Counter()
         self.peak, self.peak_by, self.peak_in = 0, dict[str, int](), ""
+
+    @property
+    def phase(self) -> str:
+        return self.now_in["now"]
 
     def hold(self, things: Any, phase: str) -> None:
         for t in tensors(things):
@@ -336,10 +438,11 @@ class Recorder(TorchDispatchMode):
         kind = KINDS.get(f"{op.namespace}.{name}")
         if kind is not None:
             what, i, out = kind
-            ins, outs = tensors(args[i]), tensors(result if out is None else args[out])
+            ins = [] if i == NOTHING else tensors(args[i])
+            outs = tensors(result if out is None else [] if out == NOTHING else args[out])
             group = group_of([*args, *(kwargs or {}).values()])
             ranks = tuple(dist.get_process_group_ranks(group))
-            dtype = str(ins[0].dtype).removeprefix("torch.")
+            dtype = str((ins or outs)[0].dtype).removeprefix("torch.")
             sizes = sum(map(size, ins)), sum(map(size, outs))
             self.collectives.append((self.phase, what, ranks, dtype, *sizes))
         self.hold(result, self.phase)
@@ -384,90 +487,263 @@ def held_in(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def record(spec: dict[str, Any]) -> dict[str, Any]:
-    """A case, in the form of `cases/`."""
-    o = DEFAULTS | spec
-    m = MODELS[o["model"]] | {"layers": o["layers"]}
-    names, degrees = zip(*o["mesh"], strict=True)
-    outside_fake_mode()
-    world = math.prod(degrees)
-    dist.init_process_group("fake", rank=o["rank"], world_size=world, store=FakeStore())
-    mesh = init_device_mesh("cpu", degrees, mesh_dim_names=names)
-    groups = {tuple(dist.get_process_group_ranks(mesh[n].get_group())): n for n in names}
-    over = mesh["dp_rep", "dp"] if "dp_rep" in names else mesh["dp"] if "dp" in names else None
-    with FakeTensorMode(allow_non_fake_inputs=o["ddp"]):
+# ---- pipeline stages -----------------------------------------------------------------------------
+
+
+def without_votes() -> None:
+    """Stages vote over P2P which of them infers shapes; here all shapes are given."""
+
+    def warmup(self: Any, stages: Any, has_backward: bool, p2p_done: bool) -> None:
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    schedules._PipelineSchedule._warmup_p2p = warmup
+
+
+def layers_of_stage(layers: int, stages: int, stage: int) -> range:
+    """An even split, of which the first stages have the remainder."""
+    each, more = divmod(layers, stages)
+    begin = stage * each + min(stage, more)
+    return range(begin, begin + each + (stage < more))
+
+
+def noted(stage: PipelineStage, phase: dict[str, str], actions: list[str]) -> None:
+    """Set the phase for the time of an action, and list it."""
+
+    def wrap(name: str, letter: str, during: str) -> None:
+        method = getattr(stage, name)
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            microbatch = next(iter(args), kwargs.get("fwd_chunk_id", kwargs.get("bwd_chunk_id")))
+            half = name == "backward_one_chunk" and not kwargs.get("full_backward", True)
+            actions.append(f"{stage.stage_index}{'I' if half else letter}{microbatch}")
+            before, phase["now"] = phase["now"], "backward_input" if half else during
+            try:
+                return method(*args, **kwargs)
+            finally:
+                phase["now"] = before
+
+        setattr(stage, name, noting)
+
+    wrap("forward_one_chunk", "F", "forward")
+    wrap("backward_one_chunk", "B", "backward")
+    wrap("backward_weight_one_chunk", "W", "backward_weight")
+
+
+# ---- a program -----------------------------------------------------------------------------------
+
+
+class Program:
+    """A model on a rank, and its step."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        o = self.o = DEFAULTS | spec
+        given = o["model"]
+        self.m = (MODELS[given] if isinstance(given, str) else given) | {"layers": o["layers"]}
+        names, degrees = zip(*o["mesh"], strict=True)
+        self.size = collections.defaultdict(lambda: 1, o["mesh"])
+        outside_fake_mode()
+        world = math.prod(degrees)
+        dist.init_process_group("fake", rank=o["rank"], world_size=world, store=FakeStore())
+        mesh = init_device_mesh("cpu", degrees, mesh_dim_names=names)
+        self.dims = {name: mesh[name] for name in names}
+        self.over, self.of_experts = None, None
+        if not o["ddp"] and not {"dp", "dp_rep", "efsdp"}.isdisjoint(names):
+            if "efsdp" in names:
+                self.over = self.dims["efsdp_ep"] = mesh["efsdp", "ep"]._flatten("efsdp_ep")
+                self.of_experts = mesh["efsdp"]
+            elif "dp_rep" in names:
+                self.over = mesh["dp_rep", "dp"]
+            elif "cp" in names:
+                self.over = self.dims["dp_cp"] = mesh["dp", "cp"]._flatten("dp_cp")
+            else:
+                self.over = mesh["dp"]
+        self.phase = {"now": "outside"}
+        self.actions: list[str] = []
+        self.gradients = 0
+        self.buckets: list[torch.Tensor] = []
+        """Of DDP in a step, which live on to the next one."""
+
+    def model(self, layers: range) -> Any:
+        """The layers of a stage, distributed."""
+        o, m, ep = self.o, self.m, self.size["ep"]
+        group = self.dims["ep"].get_group() if "ep" in self.dims else None
+
+        def experts() -> nn.Module:
+            return MoE(m, group, ep) if o["moe"] else MLP(m)
+
         with held_in(DTYPES[o["params"]]):
-            model: Any = Llama(m, o["seq"])
-        if "tp" in names:
-            tensor_parallel(model, mesh["tp"], o)
+            seq = o["seq"] // self.size["cp"]
+            model: Any = Llama(m, seq, o["attn"], experts, layers, tied=o["tied"])
+        if "tp" in self.dims:
+            tensor_parallel(model, self.dims["tp"], o)
+        if "cp" in self.dims:
+            context_parallel(model, self.dims["cp"], o)
         if o["ac"]:
             for name, block in model.layers.items():
                 model.layers[name] = checkpoint_wrapper(block, preserve_rng_state=False)
         if o["ddp"]:
-            model = replicated(model)
-        elif over is not None:
-            sharded(model, over, o)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
-        shape, rows = (o["batch"], o["seq"]), range(o["accum"])
-        data = [[torch.randint(0, m["vocab"], shape) for _ in range(2)] for _ in rows]
-        after: dict[str, int] = {}
-        gradients = [0]
+            return replicated(model, self.buckets)
+        if self.over is not None:
+            sharded(model, self.over, self.of_experts, o)
+        return model
 
-        def step(recorder: Recorder) -> None:
-            def done(phase: str) -> None:
-                after[phase] = recorder.total()
+    def build(self) -> None:
+        """Make the model, or the stages, and the optimizer."""
+        o, m = self.o, self.m
+        local_seq = o["seq"] // self.size["cp"]
+        rows = o["batch"] * o["n_mb"]
+        data = [
+            [torch.randint(0, m["vocab"], (rows, local_seq)) for _ in range(2)]
+            for _ in range(o["accum"])
+        ]
+        if "pp" not in self.dims:
+            self.models = [self.model(range(m["layers"]))]
+            self.data: Any = data
+        else:
+            self.build_stages()
+            first, last = (any(getattr(s, f"is_{end}") for s in self.stages)
+                           for end in ("first", "last"))  # fmt: skip
+            ((ids, labels),) = data
+            self.data = ((ids,) if first else (), labels if last else None)
+        self.parameters = [p for model in self.models for p in model.parameters()]
+        kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[o["optimizer"]]
+        self.optimizer: Any = kind(self.parameters, lr=1e-4, foreach=False)
 
-            for i, (ids, labels) in enumerate(data):
-                last = i == len(data) - 1
-                if isinstance(model, FSDPModule):
-                    model.set_requires_gradient_sync(last)
-                quiet = model.no_sync() if o["ddp"] and not last else contextlib.nullcontext()
-                with quiet, loss_parallel() if o["loss_parallel"] else contextlib.nullcontext():
-                    recorder.phase = "forward"
-                    loss = loss_of(model(ids), labels)
-                    done("forward")
-                    recorder.phase = "backward"
-                    loss.backward()
-                    del loss
-                    done("backward")
-            if o["clip"]:
-                recorder.phase = "clip"
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
-            recorder.phase = "optimizer"
-            optimizer.step()
-            done("optimizer")
-            gradients[0] = sum(size(p.grad) for p in model.parameters() if p.grad is not None)
-            optimizer.zero_grad()
+    def build_stages(self) -> None:
+        o, m, pp, tp = self.o, self.m, self.dims["pp"], self.size["tp"]
+        without_votes()
+        count, rank = self.size["pp"] * o["vpp"], pp.get_local_rank()
+        loop = [rank + i * self.size["pp"] for i in range(o["vpp"])]
+        mine = [rank, count - 1 - rank] if o["style"] == "v" else loop
+        dtype = DTYPES[o["mp"][0] if o["mp"] else o["params"]]
+        seq = o["seq"] // self.size["cp"]
+        self.models, self.stages = [], list[PipelineStage]()
+        for number in mine:
+            model = self.model(layers_of_stage(m["layers"], count, number))
+            between = torch.empty(
+                o["batch"], seq // tp if o["sp"] else seq, m["hidden"],
+                dtype=dtype, requires_grad=True,
+            )  # fmt: skip
+            tokens = torch.empty(o["batch"], seq, dtype=torch.long)
+            logits = torch.empty(o["batch"], seq, m["vocab"], dtype=dtype, requires_grad=True)
+            stage = PipelineStage(
+                model, number, count, torch.device("cpu"), group=pp.get_group(),
+                input_args=tokens if number == 0 else between,
+                output_args=logits if number == count - 1 else between,
+            )  # fmt: skip
+            noted(stage, self.phase, self.actions)
+            self.models.append(model)
+            self.stages.append(stage)
+        kind = schedules.get_schedule_class(o["schedule"])
+        single = issubclass(kind, schedules.PipelineScheduleSingle)
+        self.schedule: Any = kind(
+            self.stages[0] if single else self.stages, o["n_mb"], loss_fn=loss_of
+        )
 
+    def step(self, done: Callable[[str], None]) -> None:
+        """Forward, backward, clipping and the optimizer; `done` is called after each."""
+        o = self.o
+        self.buckets.clear()
+        if "pp" in self.dims:
+            ids, labels = self.data
+            self.phase["now"] = "step"
+            target = {} if labels is None else {"target": labels, "losses": []}
+            self.schedule.step(*ids, return_outputs=False, **target)
+        else:
+            self.microbatches(self.models[0], done)
+        if o["clip"]:
+            self.phase["now"] = "clip"
+            torch.nn.utils.clip_grad_norm_(self.parameters, 1.0, foreach=False)
+        self.phase["now"] = "optimizer"
+        self.optimizer.step()
+        done("optimizer")
+        self.gradients = sum(size(p.grad) for p in self.parameters if p.grad is not None)
+        self.optimizer.zero_grad()
+
+    def microbatches(self, model: Any, done: Callable[[str], None]) -> None:
+        o = self.o
+        for i, (ids, labels) in enumerate(self.data):
+            last = i == len(self.data) - 1
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(last)
+            quiet = model.no_sync() if o["ddp"] and not last else contextlib.nullcontext()
+            with quiet, loss_parallel() if o["loss_parallel"] else contextlib.nullcontext():
+                self.phase["now"] = "forward"
+                loss = loss_of(model(ids), labels)
+                done("forward")
+                self.phase["now"] = "backward"
+                loss.backward()
+                del loss
+                done("backward")
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """Tensors that live longer than a step, by what they are."""
+        buffers = [b for model in self.models for b in model.buffers()]
+        received = [
+            info.buffer
+            for stage in (self.stages if "pp" in self.dims else ())
+            for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
+            for info in infos
+            if getattr(info, "buffer", None) is not None
+        ]
+        return {
+            "param": [*self.parameters, *buffers],
+            "opt": tensors([[*s.values()] for s in self.optimizer.state.values()]),
+            "input": tensors(self.data),
+            "recv_buffers": received,
+            "buckets": self.buckets,
+        }
+
+
+def record(spec: dict[str, Any]) -> dict[str, Any]:
+    """A case, in the form of `cases/`; `kinds` and `order` are all of its collectives in order."""
+    program = Program(spec)
+    o = program.o
+    groups = {
+        tuple(dist.get_process_group_ranks(mesh.get_group())): name
+        for name, mesh in program.dims.items()
+    }
+    after: dict[str, int] = {}
+    with FakeTensorMode(allow_non_fake_inputs=o["ddp"]):
+        program.build()
         for _ in range(2):
-            step(Recorder())  # which is not entered
-        recorder = Recorder()
-        state = [v for s in optimizer.state.values() for v in s.values()]
-        for what, things in (
-            ("param", [*model.parameters(), *model.buffers()]), ("opt", state), ("input", data)
-        ):  # fmt: skip
-            recorder.hold([local(t) for t in tensors(things)], what)
+            program.step(lambda _: None)
+        program.actions.clear()
+        recorder = Recorder(program.phase)
+        for what, things in program.held().items():
+            recorder.hold([local(t) for t in things], what)
         recorder.look()
+
+        def done(phase: str) -> None:
+            after[phase] = recorder.total()
+
         with recorder:
-            step(recorder)
+            program.step(done)
     found: dict[tuple[Any, ...], list[int]] = {}
+    kinds: dict[tuple[Any, ...], int] = {}
+    order: list[int] = []
     for phase, kind, ranks, dtype, *sizes in recorder.collectives:
-        row = found.setdefault((phase, kind, groups[ranks], len(ranks), dtype), [0, 0, 0])
+        group = kind, groups[ranks], len(ranks), dtype
+        row = found.setdefault((phase, *group), [0, 0, 0])
         row[:] = [row[0] + 1, row[1] + sizes[0], row[2] + sizes[1]]
+        order.append(kinds.setdefault((*group, *sizes), len(kinds)))
     options = {k: o[k] for k in (*DEFAULTS, "batch", "seq") if o[k] != DEFAULTS.get(k)}
-    params = [*model.parameters()]
+    pipelined = "pp" in program.dims
     return {
-        "name": o["name"], "torch": torch.__version__, "model": m, "mesh": o["mesh"],
+        "name": o["name"], "torch": torch.__version__, "model": program.m, "mesh": o["mesh"],
         "rank": o["rank"], "options": options,
         "params": {
-            "rank_param_bytes": sum(map(size, params)),
-            "rank_grad_bytes": gradients[0],
-            "rank_opt_state_bytes": sum(size(t) for t in tensors(state)),
+            "rank_param_bytes": sum(map(size, program.parameters)),
+            "rank_grad_bytes": program.gradients,
+            "rank_opt_state_bytes": sum(map(size, program.held()["opt"])),
         },
         "collectives": [[*key, *row] for key, row in found.items()],
         "flops": {phase: dict(ops) for phase, ops in recorder.flops.items()},
-        "live": {"peak": recorder.peak, "peak_in": recorder.peak_in, "by": recorder.peak_by,
-                 "after": after},
+        "live": {"peak": recorder.peak, "peak_in": recorder.peak_in, "by": recorder.peak_by}
+        | ({} if pipelined else {"after": after}),
+        **({"actions": " ".join(program.actions)} if pipelined else {}),
+        "kinds": [*map(list, kinds)], "order": " ".join(map(str, order)),
     }  # fmt: skip
 
 

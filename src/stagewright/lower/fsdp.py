@@ -178,8 +178,12 @@ def _reductions(items: Sequence[Item]) -> Row:
 
 
 def _extend_root_weights(values: StageValues, action: ActionRows) -> None:
-    """Extend gathered weights of the root to the end of the backward of all its blocks."""
-    last_rows = action.last_rows()
+    """Extend gathered weights of the root to the end of the backward of all its blocks.
+
+    The unit is freed before its gradients are copied for their reduction (`post_backward`).
+    """
+    reductions = {t for _, t in _reductions(action.order)}
+    last_rows = {i: action.row_of[i][t] for i, t in action.order if t not in reductions}
     for i in values.root_blocks & last_rows.keys():
         unit = {i} | _unit(values.root_blocks)
         end = max(row for j, row in last_rows.items() if j in unit)
@@ -189,13 +193,18 @@ def _extend_root_weights(values: StageValues, action: ActionRows) -> None:
 
 
 def _extend_to_next_input_half(values: StageValues, action: ActionRows) -> None:
-    """Extend gradients of weights to the input half of the next microbatch, which adds them."""
+    """Extend gradients of a weight half to the next input half, after which their unit adds them.
+
+    A backward that is not split adds its own (`post_backward`).
+    """
     input_half = sorted({*action.every_microbatch} - {*action.weight_half})
     for i, t in action.order:
         if input_half and _adds_before_reduction(t):
             gradient = values.value(i, t.reads[0])
             if gradient is not None:
-                gradient.touches.append((CopyRelation.NEXT_BACKWARD, action.stage, input_half[-1]))
+                gradient.touches.append(
+                    (CopyRelation.NEXT_AFTER_SPLIT, action.stage, input_half[-1])
+                )
 
 
 def _pair_gathered_weights(values: StageValues) -> None:
@@ -213,29 +222,55 @@ def _pair_gathered_weights(values: StageValues) -> None:
 
 
 def _extend_reduced(values: StageValues, action: ActionRows) -> None:
-    """Extend reduced gradients of a unit to the reduction of the next unit."""
+    """Hold the gradients of a unit and the input of its reduction, as `foreach_reduce` does.
+
+    All gradients of the unit are there until the last one is copied to the input, in the precision
+    of the reduction; that of the last parameter, the first in the order of backward, until the
+    reduction is issued. The input is freed before that of the next unit is made.
+    """
+    root = _unit(values.root_blocks)
     reduced: list[Value] = []
+    copied: list[Value] = []
     owner: tuple[int, tuple[str, ...]] = (-1, ())
     for i, t in action.order:
         if not (moves_gradients(t) and t.op == "reduce_scatter"):
             continue
         row_of = action.row_of[i]
-        casts = [row_of[d] for d in t.deps if isinstance(d, LoweredTask) and d.op == "cast"]
-        before = action.touch_by(min([*casts, row_of[t]]) - 1)
-        unit = i, t.axes
-        for value in reduced if owner != unit else ():
-            value.touches.append(before)
+        casts = [d for d in t.deps if isinstance(d, LoweredTask) and d.op == "cast"]
+        rows = [row_of[d] for d in (*casts, t)]
+        before = action.touch_by(min(rows) - 1)
+        unit = min(root) if i in root else i, t.axes
+        if owner != unit:
+            for value in reduced:
+                value.touches.append(before)
+            reduced, copied = [], []
         read = [v for n in t.reads if (v := values.value(i, n)) is not None]
-        reduced = read + (reduced if owner == unit else [])
+        reduced += read
+        for d in sorted(casts, key=lambda d: row_of[d]):
+            copied += [v for n in d.reads if (v := values.value(i, n)) is not None]
+        for value in copied if casts else ():
+            value.touches.append(action.touch_by(max(row_of[d] for d in casts)))
+        for value in copied[:1]:
+            value.touches.append(action.touch_by(row_of[t]))
         padding = t.comm_bytes - sum(v.size for v in read)
-        if padding > 0:  # of the buffer that gradients are copied to
-            placed = values.blocks[i]
-            name = placed.name("reduced.padding")
-            buffer = Value(name, placed.layer, t.phase, "communication", padding)
-            buffer.touches += [action.touch_by(row) for row in (*casts, row_of[t])]
-            values.values.append(buffer)
-            reduced.append(buffer)
+        if padding > 0:
+            reduced.append(_buffer(values, action, i, "reduced.padding", padding, rows))
+        if not casts:  # the gradients are there beside their copies, before the result is
+            made = {id(v): v.size for n in t.made if (v := values.value(i, n)) is not None}
+            size = t.comm_bytes - sum(made.values())
+            _buffer(values, action, i, "reduced.copy", size, [row_of[t]])
         owner = unit
+
+
+def _buffer(
+    values: StageValues, action: ActionRows, i: int, name: str, size: int, rows: Sequence[int]
+) -> Value:
+    """Add a buffer of a reduction of block `i`, which these rows touch."""
+    placed = values.blocks[i]
+    buffer = Value(placed.name(name), placed.layer, "backward", "communication", size)
+    buffer.touches += [action.touch_by(row) for row in rows]
+    values.values.append(buffer)
+    return buffer
 
 
 def _add_gather_buffers(values: StageValues, action: ActionRows, rows: Sequence[int]) -> None:
@@ -263,11 +298,15 @@ def _add_gather_buffers(values: StageValues, action: ActionRows, rows: Sequence[
     computing = [row for row in rows if row not in gather_rows]
     units = sorted(first for i, first in begins.items() if i not in root)
     if action.forward:
-        _begin_with_block(values, action, begins, gather_rows)
+        unit_begin = min((begins[i] for i in begins.keys() & root), default=0)
+        root_begins = dict.fromkeys(root & begins.keys(), unit_begin)
+        _begin_with_block(values, action, begins | root_begins, gather_rows)
     for i, size in sizes.items():
         first = begins[i]
         if not action.forward:
-            touching = [computing[max(0, bisect_left(computing, first) - 1)]]
+            previous = computing[max(0, bisect_left(computing, first) - 1)]
+            # A unit that is gathered after a message is copied out when its block begins.
+            touching = [previous if previous > collective_rows[i] else first]
         elif i in root:
             touching = [rows[0], units[0] if units else rows[-1]]
         else:
@@ -287,7 +326,7 @@ def _begin_with_block(
     begins: Mapping[int, int],
     gather_rows: AbstractSet[int],
 ) -> None:
-    """Allocate gathered weights of forward when their block begins, after the message runs.
+    """Allocate gathered weights of forward when their unit begins, after the message runs.
 
     The host issues a unit's gather when the previous block has ended, and memory is allocated in
     the order of the host; backward prefetches the next unit.

@@ -276,7 +276,7 @@ def _retain_graph(values: StageValues, action: ActionRows) -> None:
     last = max({*action.weight_half} - {*action.once_per_step}, default=-1)
     for v in values.values:
         if v.category == "activations" and last >= 0:
-            v.touches.append(action.touch_by(last))
+            v.touches.append((CopyRelation.SPLIT_BACKWARD, action.stage, last))
     for c in values.arriving:
         gradient = values.output(LiveValue(c.name, True))
         if gradient is not None:

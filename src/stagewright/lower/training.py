@@ -33,7 +33,7 @@ from stagewright.parallel.degrees import parallelization
 from stagewright.parallel.plan import Plan
 from stagewright.program.columns import Program
 from stagewright.run.settings import Run
-from stagewright.schedule.actions import Order
+from stagewright.schedule.actions import Order, flat
 from stagewright.schedule.places import mirrored
 from stagewright.schedule.schedules import make
 
@@ -139,9 +139,16 @@ class TrainingStep:
 
 
 def order_of(run: Run) -> Order:
-    """Actions of each pipeline rank of a resolved run."""
+    """Actions of each pipeline rank of a resolved run.
+
+    torch.distributed.pipelining runs the parts of an overlap one after the other, unless a function
+    is registered for it (`_PipelineScheduleRuntime`); torchtitan has one for expert parallelism.
+    """
     group = run.microbatch_group
-    return make(str(run.schedule), run.pp, run.microbatches, run.vpp, group=group)
+    order = make(str(run.schedule), run.pp, run.microbatches, run.vpp, group=group)
+    if run.pipeline_caches and run.ep == 1:
+        return tuple(tuple(flat(steps)) for steps in order)
+    return order
 
 
 def stages_of(run: Run, model: ModelConfig, order: Order) -> list[list[PlacedVariant]]:

@@ -145,7 +145,9 @@ def _actions(order: RankOrder, touches: RowRefs) -> Int:
     following = np.concatenate([actions[:, :, 1:], np.full_like(actions[:, :, :1], -1)], axis=2)
     shift = touches.next_microbatch.astype(np.int64)
     selected = np.stack([actions, following])[shift, touches.pass_part, touches.stage]
-    return np.where(touches.pass_part[:, None] < 0, -1, selected)
+    _, input_half, weight_half = actions
+    absent = touches.if_split[:, None] & (input_half == weight_half)[touches.stage]
+    return np.where(absent | (touches.pass_part[:, None] < 0), -1, selected)
 
 
 def _prefetching_actions(order: RankOrder, actions: Int, touches: RowRefs) -> Int:

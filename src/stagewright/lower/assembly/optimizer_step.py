@@ -116,7 +116,7 @@ def _rows(stages: Sequence[Stage], p: int) -> Iterable[Sequence[tuple[int, int]]
 def _refs_to_optimizer(reader: Int, row: Int) -> RowRefs:
     """References of rows to rows of the same optimizer action."""
     zero, no, yes = np.zeros_like(reader), *(np.full(len(reader), x) for x in (False, True))
-    return RowRefs(reader, zero, np.full_like(reader, OPTIMIZER), row, yes, no)
+    return RowRefs(reader, zero, np.full_like(reader, OPTIMIZER), row, yes, no, no)
 
 
 def _distinct(deps: Sequence[RowRefs]) -> RowRefs:

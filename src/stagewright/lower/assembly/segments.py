@@ -43,6 +43,8 @@ class CopyRelation:
     LAST_BACKWARD = 3
     OPTIMIZER = 4
     NEXT_BACKWARD = 5  # of the next microbatch
+    SPLIT_BACKWARD = 6  # of the same microbatch, if its backward is split
+    NEXT_AFTER_SPLIT = 7  # of the next microbatch, if the backward of this one is split
 
 
 RowDep = tuple[int, int, int, int]
@@ -83,6 +85,8 @@ class RowRefs(NamedTuple):
     """True if the row is in the stage's action with the rows once per step."""
     next_microbatch: Bool
     """True if the row is of the next microbatch."""
+    if_split: Bool
+    """True if the reference holds only if the reader's own backward is split."""
 
     @classmethod
     def of_stage(
@@ -101,7 +105,9 @@ class RowRefs(NamedTuple):
             backward = (stages == number) & (pass_part == 1)
             pass_part[backward] += weight_half[row[backward]]
         once = (copy >= CopyRelation.FIRST_FORWARD) & (copy <= CopyRelation.OPTIMIZER)
-        return cls(reader, stages - stage, pass_part, row, once, copy == CopyRelation.NEXT_BACKWARD)
+        following = (copy == CopyRelation.NEXT_BACKWARD) | (copy == CopyRelation.NEXT_AFTER_SPLIT)
+        if_split = copy >= CopyRelation.SPLIT_BACKWARD
+        return cls(reader, stages - stage, pass_part, row, once, following, if_split)
 
     def take(self, selected: Int | Bool) -> RowRefs:
         """Select some references."""
