@@ -40,6 +40,9 @@ GRID = (range(0, 201, 5), range(0, 41, 2))
 QUEUE_GRID = (range(0, 31, 5), range(0, 13, 3))
 """As `GRID`, until a request is in the queue."""
 
+MOST_USERS = 128
+"""Users of closed loops to whose first tokens hosts are fitted."""
+
 Found = Callable[[tuple[float, ...]], np.ndarray]
 """Errors of rows by constants."""
 
@@ -108,6 +111,8 @@ def queue() -> None:
     """The host of a request until the queue, by engine; of vLLM see `serving.host`."""
     rows = [of for of in servers.closed_loops() if "ttft" in of.quantity and not of.reason]
     rows = [of for of in rows if of.served.engine != "vllm"]
+    # Servers that stream to more users wait for their own process that sends tokens.
+    rows = [of for of in rows if (of.served.concurrency or 0) <= MOST_USERS]
     loops = {of.experiment: of for of in reversed(rows)}.values()
     for engine, (every, test) in _by_engine(loops, QUEUE_GRID, _of_requests).items():
         best = min(every, key=lambda c: float(np.abs(np.log1p(every[c][~test])).sum()))
@@ -129,7 +134,8 @@ def _by_engine(
     fields: Callable[[tuple[int, ...]], dict[str, float]],
 ) -> dict[str, tuple[dict[tuple[float, ...], np.ndarray], np.ndarray]]:
     """Errors by constants, and which rows are held out, of each engine."""
-    carried, result = dict(hosts.HOSTS), {}
+    carried = dict(hosts.HOSTS)
+    result: dict[str, tuple[dict[tuple[float, ...], np.ndarray], np.ndarray]] = {}
     for engine in sys.argv[2:] or SCHEDULERS:
         name = SCHEDULERS[engine]
         mine = [of for of in loops if of.served.engine == engine and _fits(of)]
