@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import stagewright as sw
 from stagewright.lower.compile import compile
 from stagewright.program.columns import Program, Tasks
 from stagewright.run.settings import Run
@@ -136,3 +137,19 @@ def test_a_linear_layer_of_pytorch_adds_its_bias_within_the_product() -> None:
         assert within.sum() == len(free)
         assert not seconds[within].any()
         assert (seconds[biases & ~within] > 0).all()
+
+
+def test_products_with_scales_per_row_are_slower() -> None:
+    """torch._scaled_mm runs kernels of CUTLASS, but for AMD's GPUs."""
+    run = {"model": "llama3-8b", "layers": 2, "framework": "torchtitan", "precision": "fp8"}
+    seconds = {
+        (hardware, recipe): sw.simulate(
+            sw.compile(**run, fp8_recipe=recipe), hardware, launch_mode="ahead"
+        ).seconds
+        for hardware in ("h100-sxm", "mi300x")
+        for recipe in ("delayed", "rowwise")
+    }
+    slower = {
+        name: seconds[name, "rowwise"] / seconds[name, "delayed"] for name in ("h100-sxm", "mi300x")
+    }
+    assert slower["h100-sxm"] > 1.05 * slower["mi300x"]

@@ -438,6 +438,8 @@ def timeline_of_step(
         machine = served_machine(run, model, machine, engine)
     if not loops_over_experts(run, execution, machine.hardware):
         machine = replace(machine, hardware=machine.hardware.with_grouped_experts())
+    if run.mode == "train" and run.fp8_recipe == "rowwise":
+        machine = replace(machine, hardware=machine.hardware.with_rowwise_scales())
     missing = without_rates(compiled, machine.hardware)
     if missing:
         machine = replace(machine, hardware=machine.hardware.with_rates_of_bf16(missing))
