@@ -23,6 +23,7 @@ from stagewright.launch.reading import (
     data_flags,
     parse,
     started_gpus,
+    switched,
 )
 from stagewright.launch.shell import ShellCommand, shown
 from stagewright.launch.tables import canonical, row_of, table
@@ -33,7 +34,7 @@ _OF_BRIDGE = ("model", "ddp", "optimizer", "dist", "comm_overlap")
 
 
 def _rows(flags: Iterable[Flag], tool: str) -> Iterator[Flag]:
-    """Flags with rows of the tool, or of Megatron-LM; switches that are off say nothing."""
+    """Flags with rows of the tool, or of Megatron-LM."""
     for flag in flags:
         exact = table(tool).get(canonical(flag.name))
         inner = any(part in flag.name for part in _OF_MEGATRON)
@@ -44,12 +45,8 @@ def _rows(flags: Iterable[Flag], tool: str) -> Iterator[Flag]:
         text = "".join(flag.values)
         if text in ("null", "none", "None"):
             continue
-        if row and row.values == "0" and text.lower() in ("true", "false"):
-            if text.lower() == "true":
-                yield Flag(flag.name, (), row)
-            continue
         values = tuple(v.lower() if v in ("True", "False") else v for v in flag.values)
-        yield Flag(flag.name, values, row)
+        yield switched(Flag(flag.name, values, row))
 
 
 def _finish(

@@ -119,7 +119,7 @@ def _data(
             format_, value = "toml", tomllib.loads(text)
         else:
             value = from_yaml(text, path)
-    except (UserError, tomllib.TOMLDecodeError):
+    except (UserError, tomllib.TOMLDecodeError, RecursionError):
         return format_, None
     return format_, cast("dict[str, Any]", value) if isinstance(value, dict) else None
 
@@ -203,7 +203,10 @@ def _read(path: str, given: tuple[tuple[str, str], ...], ignores: bool, _: int) 
     if (claimed := _claimed(source)) is None:
         raise UserError(f"{path}: {_why_not(script)}")
     tool, command = claimed
-    reading = tool.read(source, command)
+    try:
+        reading = tool.read(source, command)
+    except RecursionError:
+        raise UserError(f"{path}: nested too deep for a file of {tool.name}") from None
     reading.notes[:0] = script.notes if script else []
     return reading
 

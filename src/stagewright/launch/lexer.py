@@ -32,7 +32,7 @@ class Lexer:
         """`path` and the number of the first `line` are for errors."""
         self.text, self.path, self.line = text, path, line
         self.headers: list[str] = []
-        """Options of `#SBATCH` lines."""
+        """Options of `#SBATCH` lines, which end with the first command."""
 
     def fail(self, what: str, at: int) -> NoReturn:
         """Raise a UserError about the text at a position."""
@@ -60,7 +60,7 @@ class Lexer:
             elif c == "#":
                 end = text.find("\n", i)
                 end = len(text) if end < 0 else end
-                if text.startswith("#SBATCH", i):
+                if text.startswith("#SBATCH", i) and all(t.text == "\n" for t in tokens):
                     self.headers.append(text[i + 7 : end].strip())
                 i = end
             elif text.startswith(("<<-", "<<"), i) and not text.startswith("<<<", i):

@@ -174,22 +174,12 @@ _WHOLE = (
 def _check_numbers(reading: LaunchFile) -> None:
     """Raise UserError for a value that is no number of its kind."""
     settings = reading.settings
-    for name in _WHOLE:
-        value = settings.get(name, 1)
-        if type(value) is not int or value < 1:
-            raise reading.fail(
-                f"{_flag_of(reading, name)} is {value!r}, wanted a whole number from 1"
-            )
+    reads.check_whole(reading, _WHOLE)
     coefficients: Any = settings.get("moe_aux_loss_coeff", 0)
     for value in cast("list[Any]", coefficients if type(coefficients) is list else [coefficients]):
         if not isinstance(value, int | float) or not isfinite(value):
-            name = _flag_of(reading, "moe_aux_loss_coeff")
+            name = reads.flag_of(reading, "moe_aux_loss_coeff")
             raise reading.fail(f"{name} is {value!r}, wanted a number")
-
-
-def _flag_of(reading: LaunchFile, setting: str) -> str:
-    """The flag of the file that gives a setting."""
-    return next((x.flag for x in reading.lines if x.meaning.startswith(f"{setting} ")), setting)
 
 
 def _gpus(reading: LaunchFile, source: LaunchSource, before: Sequence[str]) -> None:

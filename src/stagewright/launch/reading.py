@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -184,7 +185,7 @@ def parse(
         name, equals, value = word.partition("=")
         row = row_of(rows, canonical(name))
         if equals:
-            yield Flag(name, (value,), row)
+            yield switched(Flag(name, (value,), row))
             continue
         most = _MOST.get(row.values) if row else None
         most = int(row.values) if row and row.values.isdigit() else most
@@ -208,7 +209,25 @@ def data_flags(data: Mapping[str, Any], tool: str, prefix: str = "") -> Iterator
         elif value is not None and value not in ("auto", ""):
             items = cast("list[object]", value) if isinstance(value, list) else [value]
             texts = [str(x).lower() if isinstance(x, bool) else str(x) for x in items]
-            yield Flag(name, tuple(texts), row_of(table(tool), canonical(name)))
+            yield switched(Flag(name, tuple(texts), row_of(table(tool), canonical(name))))
+
+
+def switched(flag: Flag) -> Flag:
+    """A switch that has a truth value, as in YAML: on is the switch alone, off says so or nothing.
+
+    >>> row = table("vllm")["enforce_eager"]
+    >>> off = switched(Flag("enforce-eager", ("false",), row))
+    >>> switched(Flag("enforce-eager", ("true",), row)).values, off.row.ours, off.row.note
+    ((), '-', 'off')
+    """
+    row, text = flag.row, "".join(flag.values).lower()
+    if row is None or row.values != "0" or text not in ("true", "false"):
+        return flag
+    if text == "true":
+        return flag._replace(values=())
+    if row.ours == row.setting:
+        return flag._replace(values=("false",))
+    return flag._replace(row=row._replace(flag=f"no-{row.flag}", ours="-", note="off"))
 
 
 _MOST = {"0-1": 1}
@@ -248,10 +267,14 @@ def apply(reading: LaunchFile, flags: Sequence[Flag], *, ignore_unknown: bool) -
         row = flag.row
         if row is None:
             strange.append(Line(flag.name, flag.text, "is not known here"))
-        elif row.ours == "-" and "?" in (row.words.get(value) for value in flag.values):
-            strange.append(Line(flag.name, flag.text, "is not modelled"))
         elif row.ours == "-":
-            reading.ignored.append(Line(flag.name, flag.text, row.note))
+            words = {row.effect_of(known(reading, flag, text)) for text in flag.values if row.words}
+            if "?" in words:
+                strange.append(Line(flag.name, flag.text, "is not modelled"))
+            elif "~" in words:
+                _approximate(reading, flag, flag.text, row)
+            else:
+                reading.ignored.append(Line(flag.name, flag.text, row.note))
         elif row.ours == "?":
             strange.append(Line(flag.name, flag.text, row.note))
         elif row.ours == "~":
@@ -343,6 +366,10 @@ def program_of(command: ShellCommand) -> tuple[tuple[str, ...], str, tuple[str, 
     return (), "", words
 
 
+_ELASTIC = re.compile(r"torchrun$|torch\.distributed\.|accelerate$|deepspeed$")
+"""Launchers that start the processes of a node themselves: Slurm's tasks are theirs."""
+
+
 def started_gpus(
     reading: LaunchFile, source: LaunchSource, before: Sequence[str]
 ) -> Mapping[str, int]:
@@ -352,18 +379,37 @@ def started_gpus(
     """
     headers = source.script.headers if source.script else []
     words = [*(word for line in headers for word in line.split()), *before]
+    attached = [(word, re.fullmatch("(-[NnG])([0-9]+)", word)) for word in words]  # -N2
+    words = [part for word, match in attached for part in (match.groups() if match else (word,))]
+    flags: dict[str, Flag] = {}
     counts: dict[str, int] = {}
     for flag in parse(words, [table("launchers")]):
-        if not flag.row or flag.row.ours == "-" or not flag.values:
-            continue
-        text = flag.values[0].rpartition(":")[2]
-        if text.isdecimal():
-            counts[flag.row.ours] = int(text)
-            reading.lines.append(Line(flag.name, flag.text, f"{flag.row.ours} {text}"))
-    if "gpus_per_node" in counts:
-        counts["gpus"] = counts["gpus_per_node"] * counts.get("nodes", 1)
-    reading.settings |= {"gpus": counts["gpus"]} if "gpus" in counts else {}
-    return counts
+        if flag.row and flag.row.ours != "-" and flag.values:
+            texts = flag.values[0].split(",")  # gpu:h100:8,nvme:1
+            text = next((part for part in texts if part.startswith("gpu")), texts[0])
+            if number := re.search("(?:^|[:-])([1-9][0-9]{0,8})$", text):
+                flags[flag.row.ours], counts[flag.row.ours] = flag, int(number[1])
+    if any(map(_ELASTIC.search, before)):
+        tasks = counts.pop("tasks_per_node", 1)
+        counts.pop("tasks", None)
+        if "gpus_per_task" in counts:
+            counts.setdefault("gpus_per_node", counts["gpus_per_task"] * tasks)
+    per_node = next((name for name in ("processes_per_node", "tasks_per_node", "gpus_per_node")
+                     if name in counts), "")  # fmt: skip
+    total = "tasks" if "tasks" in counts else "gpus"
+    started = {"nodes": counts["nodes"]} if "nodes" in counts else {}
+    if per_node and not ("tasks" in counts and "nodes" not in counts):
+        started |= {"gpus_per_node": counts[per_node]}
+        started["gpus"] = counts[per_node] * started.get("nodes", 1)
+        total = ""
+    elif total in counts:
+        started["gpus"] = counts[total]
+    for name, ours in (("nodes", "nodes"), (per_node, "gpus_per_node"), (total, "gpus")):
+        if name in flags and ours in started:
+            flag = flags[name]
+            reading.lines.append(Line(flag.name, flag.text, f"{ours} {started[ours]}"))
+    reading.settings |= {"gpus": started["gpus"]} if "gpus" in started else {}
+    return started
 
 
 def whole(reading: LaunchFile, flag: Flag) -> int:
@@ -373,6 +419,21 @@ def whole(reading: LaunchFile, flag: Flag) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise reading.fail(f"{flag.name} is {shown(text)!r}, wanted a whole number")
     return value
+
+
+def check_whole(reading: LaunchFile, names: Iterable[str]) -> None:
+    """Raise UserError for a setting that rules compute with and that is no whole number from 1."""
+    for name in names:
+        value = reading.settings.get(name, 1)
+        if type(value) is not int or value < 1:
+            raise reading.fail(
+                f"{flag_of(reading, name)} is {value!r}, wanted a whole number from 1"
+            )
+
+
+def flag_of(reading: LaunchFile, setting: str) -> str:
+    """The flag of the file that gives a setting."""
+    return next((x.flag for x in reading.lines if x.meaning.startswith(f"{setting} ")), setting)
 
 
 def word(reading: LaunchFile, flag: Flag, allowed: Sequence[str]) -> str:

@@ -43,16 +43,23 @@ def keys_of(text: str, path: str, variables: Mapping[str, str] | None) -> dict[s
     if name not in functions:
         names = ", ".join(functions)
         raise UserError(f"{path}: has {names}; give one: --set CONFIG={first}")
-    return _Function(functions, modules).read(functions[name])
+    try:
+        return _Function(functions, modules, {}).read(functions[name])
+    except RecursionError:
+        raise UserError(f"{path}: {name} is nested too deep for a configuration") from None
 
 
 class _Function:
     """Keys of a function, after those of the one that it begins with."""
 
     def __init__(
-        self, functions: Mapping[str, ast.FunctionDef], modules: Mapping[str, str]
+        self,
+        functions: Mapping[str, ast.FunctionDef],
+        modules: Mapping[str, str],
+        done: dict[str, dict[str, Any]],
     ) -> None:
-        self.functions, self.modules = functions, modules
+        """`done`: keys by function, so that each is read once."""
+        self.functions, self.modules, self.done = functions, modules, done
         self.keys: dict[str, Any] = {}
         self.local: dict[str, ast.expr] = {}
 
@@ -70,8 +77,11 @@ class _Function:
             elif isinstance(value, ast.Call) and not (value.args or value.keywords):
                 called = ast.unparse(value.func)
                 if called in self.functions and called != function.name:
-                    others = {k: v for k, v in self.functions.items() if k != function.name}
-                    self.keys |= _Function(others, self.modules).read(self.functions[called])
+                    if called not in self.done:
+                        others = {k: v for k, v in self.functions.items() if k != function.name}
+                        inner = _Function(others, self.modules, self.done)
+                        self.done[called] = inner.read(self.functions[called])
+                    self.keys |= self.done[called]
                 else:
                     module = self.modules.get(called, called).split(".")
                     self.keys["config"] = ".".join(module[-2:])

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from stagewright.files import read_text
 from stagewright.launch import shell
@@ -22,6 +22,7 @@ from stagewright.launch.reading import (
     Line,
     Tool,
     apply,
+    check_whole,
     data_flags,
     parse,
     program_of,
@@ -82,7 +83,7 @@ def _read_torchtitan(source: LaunchSource, command: ShellCommand) -> LaunchFile:
         text = read_text(path, "a job configuration of torchtitan", shell.MOST_BYTES)
         try:
             flags += data_flags(tomllib.loads(text), "torchtitan")
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise reading.fail(f"{config}: {error}") from None
     elif config is not None:
         reading.needs["model"] = f"{config} is not here; name a model: MODEL --config {source.path}"
@@ -91,6 +92,8 @@ def _read_torchtitan(source: LaunchSource, command: ShellCommand) -> LaunchFile:
     )
     extra = [*parse(source.more, [table("torchtitan")])]
     of_model = apply(reading, [*kept, *extra], ignore_unknown=source.ignore_unknown)
+    check_whole(reading, ("tp", "cp", "pp", "ep", "seq_length", "micro_batch_size",
+                          "tokens_of_microbatch", "pp_microbatches"))  # fmt: skip
     settings["framework"] = "torchtitan"
     started_gpus(reading, source, program_of(command)[0])
     _truth(settings, "clip_grad")
@@ -206,10 +209,18 @@ def _accelerate_claim(source: LaunchSource) -> ShellCommand | None:
     return _NOTHING if source.data and "distributed_type" in source.data else None
 
 
+_WHOLE = (
+    *("gpus", "tp", "cp", "micro_batch_size", "global_batch_size"),
+    *("gradient_accumulation_steps", "shard_size", "replicate_size"),
+)
+"""Settings with which the rules of DeepSpeed and Accelerate compute."""
+
+
 def _read_keys(source: LaunchSource, tool: str, name: str) -> LaunchFile:
     """Settings of a file that names no model."""
     reading = LaunchFile(source.path, name)
     apply(reading, [*data_flags(source.data or {}, tool)], ignore_unknown=source.ignore_unknown)
+    check_whole(reading, _WHOLE)
     _truth(reading.settings, "clip_grad")
     reading.needs["model"] = f"names no model; name one: MODEL --config {source.path}"
     return reading
@@ -232,6 +243,9 @@ def _accumulate(reading: LaunchFile, steps: int | None) -> None:
 def _read_deepspeed(source: LaunchSource, _: ShellCommand) -> LaunchFile:
     reading = _read_keys(source, "deepspeed", "DeepSpeed")
     settings = reading.settings
+    left = {*_auto(source.data or {})}
+    if "precision" not in settings and left & {"bf16.enabled", "fp16.enabled"}:
+        reading.needs["precision"] = "bf16 or fp16 is auto, as the program has it; give --precision"
     settings.setdefault("precision", "fp32")
     if "gradient_clipping" not in (source.data or {}):
         settings["clip_grad"] = False  # its default, unless the program gives another
@@ -239,8 +253,48 @@ def _read_deepspeed(source: LaunchSource, _: ShellCommand) -> LaunchFile:
         settings["cp_comm_type"] = "a2a"  # Ulysses
     overlaps = settings.pop("overlap_comm", settings.get("zero") == 3)  # its default
     settings["no_overlap"] = [] if overlaps else ["dp"]
-    _accumulate(reading, settings.pop("gradient_accumulation_steps", None))
+    _batch(reading, settings.pop("gradient_accumulation_steps", None), left)
     return reading
+
+
+def _auto(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Keys with dots whose value is `auto`, which the program replaces."""
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _auto(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
+        elif value == "auto":
+            yield f"{prefix}{key}"
+
+
+def _batch(reading: LaunchFile, steps: int | None, left: set[str]) -> None:
+    """Batches as `_set_batch_related_parameters` has them; `left` are keys that are `auto`."""
+    settings = reading.settings
+    batch, micro = settings.get("global_batch_size"), settings.get("micro_batch_size")
+    if micro is None and batch is None:
+        why = "auto" if "train_micro_batch_size_per_gpu" in left else "not given"
+        name = "train_micro_batch_size_per_gpu"
+        reading.needs["micro_batch_size"] = f"{name} is {why}; give --micro-batch-size"
+    elif micro is None and batch is not None and "gradient_accumulation_steps" not in left:
+        reading.needs["micro_batch_size"] = (
+            f"train_batch_size is {batch}, in {steps or 1} microbatches of each rank of dp; give "
+            f"--micro-batch-size, {batch // (steps or 1)} / dp"
+        )
+    elif micro is None:
+        why = "gradient_accumulation_steps is auto"
+        reading.needs["micro_batch_size"] = f"{why}; give --micro-batch-size"
+    elif batch is not None and steps:
+        if batch % (micro * steps):
+            raise reading.fail(
+                f"train_batch_size is {batch}, wanted a multiple of micro batches of {micro} times "
+                f"gradient_accumulation_steps {steps}"
+            )
+        settings["dp"] = batch // (micro * steps)
+    elif batch is None and steps is None and "gradient_accumulation_steps" in left:
+        reading.needs["global_batch_size"] = (
+            f"gradient_accumulation_steps is auto; give --global-batch-size, {micro} x dp x steps"
+        )
+    else:
+        _accumulate(reading, steps)
 
 
 def _read_accelerate(source: LaunchSource, _: ShellCommand) -> LaunchFile:
@@ -248,8 +302,8 @@ def _read_accelerate(source: LaunchSource, _: ShellCommand) -> LaunchFile:
     settings = reading.settings
     kind = str(settings.pop("distributed_type", "NO")).upper()
     shard, copies = settings.pop("shard_size", 1), settings.pop("replicate_size", 1)
-    if kind == "FSDP":
-        settings.setdefault("zero", 3)
+    if kind in ("FSDP", "DEEPSPEED"):
+        settings.setdefault("zero", 3 if kind == "FSDP" else 2)  # its defaults
     elif kind not in ("NO", "MULTI_GPU", "DEEPSPEED"):
         raise reading.fail(f"distributed_type is {kind}, wanted FSDP, DEEPSPEED, MULTI_GPU or NO")
     if copies > 1 and shard > 1:

@@ -70,12 +70,12 @@ def _command(source: LaunchSource, server: Server) -> ShellCommand | None:
 def _read(source: LaunchSource, command: ShellCommand, server: Server) -> LaunchFile:
     reading = LaunchFile(source.path, server.name)
     rows, clients = table(server.table), table("clients")
-    words = command.words[_start(server, command.words) :]
-    given = [*_expanded(reading, source, parse(words, [rows]), server.table)]
+    words, stray = command.words[_start(server, command.words) :], list[str]()
+    given = [*_expanded(reading, source, parse(words, [rows], stray), server.table)]
     given += parse(source.more, [rows, clients])
     named = [flag for flag in given if canonical(flag.name) in _MODELS]
-    model = words[0] if words and not words[0].startswith("-") else ""
-    model = "".join(named[-1].values) if named else model
+    positional = [*words[:1], *stray] if words and words[0][:1] != "-" else stray
+    model = "".join(positional[:1] or (named[-1].values if named else ()))
     client = _client(source)
     sent = [flag for flag in parse(client.words, [clients]) if flag.row]
     flags = [flag for flag in given if flag not in named]
@@ -100,17 +100,28 @@ def _expanded(
     reading: LaunchFile, source: LaunchSource, flags: Iterator[Flag], tool: str
 ) -> Iterator[Flag]:
     """Flags with those of files and of JSON values in their place; later ones win."""
-    from_command: list[Flag] = []
+    from_command, from_files = list[Flag](), list[Flag]()
     for flag in flags:
         text, name = "".join(flag.values), canonical(flag.name)
         if name in _FILES and flag.row is None:
-            yield from _with_marks(data_flags(_file(reading, source, text), tool))
+            from_files += _with_marks(data_flags(_file(reading, source, text), tool))
+        elif tool == "vllm" and (level := re.fullmatch(r"-O=?(\d)=?", f"{flag.name}={text}")):
+            row = table(tool)["optimization_level"]
+            from_command.append(Flag("--optimization-level", (level[1],), row))
         elif flag.row is None and text.startswith("{"):
             values = _mapping(text, f"{source.path}: {flag.name}")
             from_command += _with_marks(data_flags(values, tool, f"{flag.name}."))
         else:
             from_command.append(flag)
-    yield from from_command
+    if tool == "trtllm":
+        of_file = {flag.row.flag: flag for flag in from_files if flag.row}
+        reading.notes += [
+            f"{flag.name} {flag.text} replaces {other.text} of the file of options; TensorRT-LLM "
+            "of before June 2026 takes the file's"
+            for flag in from_command
+            if flag.row and (other := of_file.get(flag.row.flag)) and other.values != flag.values
+        ]
+    yield from [*from_files, *from_command]
 
 
 def _file(reading: LaunchFile, source: LaunchSource, name: str) -> dict[str, Any]:
@@ -214,6 +225,10 @@ def _sglang(reading: LaunchFile, experts: bool) -> None:
     attention = settings.pop("enable_dp_attention", False) and settings.get("dp", 1) > 1
     if not attention and (replicas := settings.pop("dp", 1)) > 1:
         settings["instances"] = replicas
+    backend = settings.pop("moe_a2a_backend", "none")
+    if backend != "none" and (experts or "model" not in settings):  # overrides.py, _a2a_ep_size
+        settings["ep"] = settings["tp"]
+        reading.notes.append(f"experts are spread over all ranks of tp, as {backend} has it")
     _shared(reading, experts, attention)
     if attention:  # server_args.py, _handle_data_parallelism; pool_configurator.py
         dp = settings["dp"]

@@ -175,7 +175,8 @@ class _Reader:
         lexer = Lexer(text.replace("\r\n", "\n"), self.path, line)
         outer, self.depth = self.tokens, self.depth + 1
         self.tokens = lexer.tokens()
-        self.script.headers += lexer.headers
+        if self.depth == 1 or "sbatch" in self.before:
+            self.script.headers += lexer.headers
         try:
             i = self._list(0, frozenset(), True)
             if i < len(self.tokens):

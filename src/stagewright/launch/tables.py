@@ -11,7 +11,8 @@
 | | `~`: left out, `note` says what that does to the figures. `!`: refused, `note` says what |
 | | to use |
 | `words` | `THEIRS>OURS`, between semicolons: values with other names; OURS is a value, |
-| | `-`, `?`, `~`, or `setting=value`, several joined by `&` |
+| | `-`, `?`, `~`, or `setting=value`, several joined by `&`. Where `ours` is `-` and a word is |
+| | `-`, all values without a word are `?` |
 | `note` | reason or assumption |
 
 >>> table("megatron")["tensor_model_parallel_size"].ours
@@ -45,6 +46,16 @@ class FlagRow(NamedTuple):
         """The setting that it gives; empty for all others."""
         match = re.match(r"[a-z]\w*(?=$|[=-])", self.ours)
         return match[0] if match else ""
+
+    def effect_of(self, text: str) -> str:
+        """What a value of a flag without a setting does: `-`, `?` or `~`.
+
+        >>> table("vllm")["cpu_offload_gb"].effect_of("0.0")
+        '-'
+        """
+        value = value_of(text)
+        words = (word for theirs, word in self.words.items() if value_of(theirs) == value)
+        return next(words, "?" if "-" in self.words.values() else "-")
 
     @property
     def bounds_memory(self) -> bool:

@@ -90,6 +90,58 @@ def test_deepspeed(tmp_path: Path) -> None:
     assert experiment.execution.no_overlap == {"dp"}  # overlap_comm is off but in stage 3
 
 
+@pytest.mark.parametrize(
+    ("keys", "given", "wanted"),
+    [
+        ({"train_batch_size": 64}, {}, "in 1 microbatches of each rank of dp; give "
+         "--micro-batch-size, 64 / dp"),
+        ({"train_batch_size": 64, "gradient_accumulation_steps": 4}, {}, "batch-size, 16 / dp"),
+        ({"gradient_accumulation_steps": 4}, {}, "train_micro_batch_size_per_gpu is not given"),
+        ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}, {},
+         "train_micro_batch_size_per_gpu is auto"),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto"}, {},
+         "gradient_accumulation_steps is auto; give --global-batch-size, 2 x dp x steps"),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4,
+          "gradient_accumulation_steps": 3}, {}, "wanted a multiple of micro batches of 4 times"),
+        ({"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": "auto"}}, {},
+         "bf16 or fp16 is auto, as the program has it; give --precision"),
+        ({"train_micro_batch_size_per_gpu": "x"}, {}, "is 'x', wanted a whole number from 1"),
+        ({"train_micro_batch_size_per_gpu": 2, "bf16": {"bf16_optimizer_states": True}}, {},
+         "bf16.bf16_optimizer_states true is not modelled"),
+        ({"train_batch_size": 64, "gradient_accumulation_steps": 4},
+         {"micro_batch_size": 2, "dp": 8}, {"global_batch_size": 64, "microbatches": 4}),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2,
+          "gradient_accumulation_steps": 4}, {}, {"dp": 8}),
+        ({"train_micro_batch_size_per_gpu": 2, "zero_optimization": {
+            "stage": 3, "zero_hpz_partition_size": 1, "mics_shard_size": -1,
+            "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, {"dp": 4},
+         {"dp_shard": None, "optimizer_offload_fraction": 0.5}),
+    ],
+)  # fmt: skip
+def test_batches_and_precision_of_deepspeed(
+    keys: dict[str, Any], given: dict[str, Any], wanted: str | dict[str, Any], tmp_path: Path
+) -> None:
+    """Batches follow from one another; what the program has instead of `auto` is asked for."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}} | keys))
+    if isinstance(wanted, str):
+        with pytest.raises(UserError) as error:
+            sw.load_run(path, {"model": "gpt2", **given})
+        assert wanted in str(error.value)
+    else:
+        assert settings(sw.load_run(path, {"model": "gpt2", **given}), wanted) == wanted
+
+
+def test_defaults_of_accelerate(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("distributed_type: DEEPSPEED\nmixed_precision: no\nnum_processes: 4\n")
+    wanted = {"zero": 2, "precision": "fp32", "dp": 4}
+    assert settings(sw.load_run(path, {"model": "gpt2"}), wanted) == wanted
+    path.write_text("distributed_type: FSDP\nnum_processes: eight\n")
+    with pytest.raises(UserError, match="num_processes is 'eight', wanted a whole number from 1"):
+        sw.load_run(path, {"model": "gpt2"})
+
+
 def test_accelerate(tmp_path: Path) -> None:
     path = tmp_path / "fsdp.yaml"
     path.write_text(ACCELERATE)
@@ -186,6 +238,24 @@ def test_a_module_without_a_configuration_is_no_launch_file(tmp_path: Path) -> N
     assert files.find(path) is None
     path.write_text("def broken() -> Trainer.Config:\n    return (\n")
     assert files.find(path) is None
+
+
+def test_hostile_configurations(tmp_path: Path) -> None:
+    """Neither deep nesting nor functions that call one another take long."""
+    path = tmp_path / "recipes.py"
+    path.write_text("\n".join(
+        f"def f{n}() -> Trainer.Config:\n    a = f{n + 1}()\n    b = f{n + 2}()\n    return b"
+        for n in range(60)
+    ))  # fmt: skip
+    assert files.read(f"{path}?CONFIG=f0").tool == "torchtitan"
+    product = "2*" * 3000
+    path.write_text(
+        f"def f() -> Trainer.Config:\n    c = g()\n    c.a = {product}2\n    return c\n"
+    )
+    assert files.find(path) is None or files.read(path)
+    (tmp_path / "x.toml").write_text(f"[model]\nname = 'x'\n[training]\na.{'a.' * 2000}a = 1\n")
+    with pytest.raises(UserError):
+        sw.load_run(tmp_path / "x.toml")
 
 
 def test_a_converter_of_torchtitan_that_is_not_known_is_named(tmp_path: Path) -> None:

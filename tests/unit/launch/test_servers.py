@@ -167,13 +167,57 @@ def test_commands_and_functions(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert sw.simulate(path, "h100-sxm", tp=1).seconds > step.seconds
 
 
+LLAMA = "meta-llama/Llama-3.1-8B"
+SGLANG_SERVES = "sglang serve --tp 8 --model-path deepseek-ai/DeepSeek-V3"
+TRTLLM_SERVES = f"trtllm-serve {LLAMA} --tp_size 2 --config c.yaml"
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "wanted"),
+    [
+        (f"vllm serve {LLAMA} --config c.yaml", "enforce-eager: false", {"launch_mode": None}),
+        (f"vllm serve {LLAMA} --config c.yaml", "enforce-eager: true", {"launch_mode": "eager"}),
+        (f"vllm serve {LLAMA} --config c.yaml", "enable-prefix-caching: false",
+         {"enable_prefix_caching": False}),
+        (f"vllm serve {LLAMA} --config c.yaml", "model: x/y\ntensor-parallel-size: 4",
+         {"model": "llama3.1-8b", "tp": 4}),
+        (f"vllm serve -tp 2 {LLAMA}", "", {"model": "llama3.1-8b", "tp": 2}),
+        (f"vllm serve {LLAMA} -O0", "", {"launch_mode": "eager"}),
+        (f"vllm serve {LLAMA} -O 2", "", {"launch_mode": None}),
+        (f"vllm serve {LLAMA} --cpu-offload-gb 0.0", "", {"tp": 1}),
+        (f"vllm serve {LLAMA} --cpu-offload-gb 10", "", "--cpu-offload-gb 10 is not modelled"),
+        (f"vllm serve {LLAMA} -pcp 32", "", "-pcp 32 is not modelled"),
+        (f"vllm serve {LLAMA} --cpu-offload-gb $GB", "", "give: --set GB=VALUE"),
+        (f"{SGLANG_SERVES} --config c.yaml", "disable-cuda-graph: false", {"launch_mode": None}),
+        (f"{SGLANG_SERVES} --moe-a2a-backend deepep", "", {"ep": 8, "etp": 1}),
+        (f"{SGLANG_SERVES} --moe-a2a-backend none", "", {"ep": None}),
+        (f"{SGLANG_SERVES} --enable-ep-moe", "", {"ep": 8}),
+        (f"{TRTLLM_SERVES} --max_batch_size 512", "max_batch_size: 64", {"max_num_seqs": 512}),
+        (TRTLLM_SERVES, "kv_cache_config: {host_cache_size: 100}", "host_cache_size 100 is not"),
+    ],
+)  # fmt: skip
+def test_values_of_options(
+    command: str, options: str, wanted: str | dict[str, Any], tmp_path: Path
+) -> None:
+    """Switches may be off, and a value that is not harmless is refused."""
+    (tmp_path / "c.yaml").write_text(options)
+    if isinstance(wanted, str):
+        with pytest.raises(UserError) as error:
+            read(tmp_path, command)
+        assert wanted in str(error.value)
+        return
+    reading = read(tmp_path, command)
+    check(reading, wanted)
+    assert ("takes the file's" in str(reading.notes)) == (wanted == {"max_num_seqs": 512})
+
+
 @pytest.mark.parametrize("tool", [*(server.table for server in servers.SERVERS), "clients"])
 def test_tables(tool: str) -> None:
     """Settings are settings of `serve` or of a run, or are read by a rule."""
     from stagewright.run.other_names import is_setting_name
     from stagewright.run.sections.serving import SERVING
 
-    rules = {"enable_dp_attention", "enable_attention_dp", "max_total_tokens"}
+    rules = {"enable_dp_attention", "enable_attention_dp", "max_total_tokens", "moe_a2a_backend"}
     for row in table(tool).values():
         name = row.setting
         assert not name or name in SERVING or is_setting_name(name) or name in rules, row
