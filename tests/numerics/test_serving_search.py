@@ -135,7 +135,7 @@ def test_limits_of_classes_hold_in_place_of_those_of_all(tmp_path):
 def test_the_answer_is_that_of_simulating_everything(group: InstanceGroup):
     asked = {"rate": 700, "isl": 700, "osl": 30, "num_requests": 400, "layers": 2}
     question = asked_serving(
-        {"model": "llama3.1-8b", "ttft": 25, "tpot": 1.2, "tp": 1, "pp": 1, "gpus": 5, **asked},
+        {"model": "llama3.1-8b", "ttft": 25, "tpot": 2.5, "tp": 1, "pp": 1, "gpus": 5, **asked},
         hardware=["h100-sxm"],
     )
     work, slo = question.loads[0].workload, question.target.slo
@@ -184,7 +184,7 @@ def test_a_fleet_is_the_same_however_many_requests_are_asked_for():
 
 def test_a_winner_that_fails_when_more_come_is_dropped(monkeypatch):
     asked = {"rate": 700, "isl": 700, "osl": 30, "num_requests": 400, "layers": 2}
-    asked |= {"ttft": 25, "tpot": 1.2, "tp": 1, "pp": 1, "gpus": 9, "pairs": 0}
+    asked |= {"ttft": 25, "tpot": 2.5, "tp": 1, "pp": 1, "gpus": 9, "pairs": 0}
     first = sw.search_serving("llama3.1-8b", "h100-sxm", **asked).ranking
     count = first.choices[first.best[0]].deployment.groups[0].settings.instances
     real, much = searching.simulate_load, first.choices[first.best[0]].simulated.summary.requests
@@ -318,7 +318,7 @@ def test_what_was_simulated_until_somebody_stops_it(capfd, tmp_path, monkeypatch
 
     monkeypatch.setattr(searching, "simulate_long_enough", stopping)
     page = tmp_path / "page.html"
-    words = ("--rate", "150", "--tp", "1,2", "--pp", "1", "--ttft", "60", "--tpot", "3")
+    words = ("--rate", "150", "--tp", "1,2", "--pp", "1", "--ttft", "60", "--tpot", "6")
     assert code(*words, "--num-requests", "50", f"-o{page}") == 130
     out, err = capfd.readouterr()
     assert "stopped: the best of what was simulated until then" in out
@@ -359,7 +359,7 @@ def test_pairs_do_not_count_tokens_of_requests_that_wait(group: InstanceGroup, b
     last = InstanceGroup(group.instance, few)
     many = 40
     work = Workload("at once", *(array(t, [n] * many) for t, n in (("d", 0), ("i", 70), ("i", 40))))
-    slo, load = Slo(ttft=1, tpot=2e-3), LoadTotals.of(work, 0.9)
+    slo, load = Slo(ttft=2, tpot=4e-3), LoadTotals.of(work, 0.9)
     ready = [
         ReadyLayout(row, each, layout_bounds(each, load, slo))
         for row, each in enumerate((group, last))
@@ -402,7 +402,7 @@ def test_requests_that_never_fit_are_counted(capfd, tmp_path):
 def test_classes_of_requests_are_a_list_of_rows_or_a_file(tmp_path: Path):
     rows = [{"name": "chat", "share": 0.7, "ttft": 50}, {"name": "batch", "share": 0.3}]
     (path := tmp_path / "classes.yaml").write_text(json.dumps(rows))
-    asked = {"model": "llama3.1-8b", "ttft": 25, "tpot": 1.2, "rate": 9, "isl": 8, "osl": 8}
+    asked = {"model": "llama3.1-8b", "ttft": 25, "tpot": 2.5, "rate": 9, "isl": 8, "osl": 8}
     of_list, of_file = (
         asked_serving({**asked, "classes": classes}, hardware=["h100-sxm"]).loads
         for classes in (rows, str(path))

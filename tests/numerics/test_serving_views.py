@@ -94,7 +94,7 @@ def test_joules_and_dollars_are_those_of_a_longer_run():
     load = {"layers": 2, "rate": 100, "isl": 500, "osl": 300, "price": 2.0}
     short, long = (
         sw.serve("llama3.1-8b", "h100-sxm", **load, num_requests=count).expense()
-        for count in (400, 4000)
+        for count in (1200, 4000)
     )
     assert short.joules_per_token == pytest.approx(long.joules_per_token, rel=0.05)
     assert short.usd_per_million_tokens == pytest.approx(long.usd_per_million_tokens, rel=0.05)

@@ -3,6 +3,7 @@
 Decode steps of a few sizes and one step of a prompt are compiled and simulated for the power of a
 GPU (`time.power`); it is interpolated for other sizes. Durations are those of the engines'
 logs. A step with prompts draws the power of prompts for as long as it exceeds its decode alone.
+While a step waits for the host, the GPU is idle.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from stagewright.lower.compile import compile
 from stagewright.run.lengths import Group
 from stagewright.serving.deployment import InstanceGroup, ServedRun
 from stagewright.serving.engine import Engine
+from stagewright.serving.host import NO_HOST
 from stagewright.serving.instance import Instance
 from stagewright.serving.metrics import logged_in
 from stagewright.serving.steadiness import Window
-from stagewright.serving.steps.step_times import batch_run
+from stagewright.serving.steps.step_times import StepTimes, batch_run
 from stagewright.time.power import idle_watts
 from stagewright.time.simulate.step import simulate
 
@@ -48,7 +50,8 @@ class ServingExpense(NamedTuple):
 class _Power:
     """Power of a GPU of an instance (W), and durations of its decode steps at a mean context."""
 
-    instance: Instance
+    times: StepTimes
+    """Step times of the instance with its host."""
     context: int
     requests: Float
     """Numbers of requests in the decode steps that were simulated."""
@@ -58,8 +61,9 @@ class _Power:
     idle: float
 
     @classmethod
-    def of(cls, instance: Instance, engines: Iterable[Engine], context: int) -> Self:
+    def of(cls, group: InstanceGroup, engines: Iterable[Engine], context: int) -> Self:
         """Power of GPUs in steps of the sizes that engines ran."""
+        instance, times = group.instance, group.instance.times.with_host(group.host)
         run, replicas, hardware = instance.run, instance.replicas, instance.machine.hardware
         sizes = (float(e.step_log.steps()[:, 3].max(initial=1.0)) for e in engines)
         largest = max(1.0, *sizes)
@@ -68,7 +72,7 @@ class _Power:
         decode = [_watts(instance, Group(n * replicas, context, new)) for n in counts.tolist()]
         prompt = _watts(instance, Group(replicas, 0, min(2048, max(context, 16))))
         idle = idle_watts(hardware) + hardware.node_overhead_w
-        return cls(instance, context, counts.astype(float), np.array(decode), prompt, idle)
+        return cls(times, context, counts.astype(float), np.array(decode), prompt, idle)
 
     def joules(self, engine: Engine, window: Window, seconds: float) -> float:
         """Energy in the window of one GPU that an engine holds for `seconds` of it (J).
@@ -88,18 +92,18 @@ class _Power:
         """Energy of steps, and of idle time up to `seconds` (J)."""
         first, last, steps, requests = (rows[:, n] for n in range(4))
         durations = (first + last) / 2 * steps
-        alone = np.where(
-            steps > 1, durations, np.minimum(durations, self._decode_seconds(requests))
-        )
+        decode = self._decode_seconds(self.times, requests)
+        alone = np.where(steps > 1, durations, np.minimum(durations, decode))
+        gpu = self._decode_seconds(self.times.with_host(NO_HOST), requests)
+        computing = alone * np.divide(gpu, decode, out=np.ones_like(gpu), where=decode > gpu)
         power = np.interp(requests, self.requests, self.decode)
         with_prompts = float((durations - alone).sum())
-        busy = float((alone * power).sum()) + with_prompts * self.prompt
-        return busy + max(seconds - float(durations.sum()), 0.0) * self.idle
+        busy = float((computing * power).sum()) + with_prompts * self.prompt
+        return busy + max(seconds - float(computing.sum()) - with_prompts, 0.0) * self.idle
 
-    def _decode_seconds(self, requests: Float) -> Float:
+    def _decode_seconds(self, times: StepTimes, requests: Float) -> Float:
         """Durations of decode steps with some numbers of requests; none takes no time."""
-        counts = np.unique(requests).astype(int)
-        times, context = self.instance.times, self.context
+        counts, context = np.unique(requests).astype(int), self.context
         seconds = [times.decode(n, n * context) if n else 0.0 for n in counts.tolist()]
         return np.interp(requests, counts, seconds) if len(counts) else requests
 
@@ -122,7 +126,7 @@ def serving_expense(
         instance, hardware = group.instance, group.instance.machine.hardware
         count = group.settings.instances * instance.replicas
         engines = run.outcome.engines[first : first + count]
-        power = _Power.of(instance, engines, context)
+        power = _Power.of(group, engines, context)
         per_hour = hardware.price_usd_per_gpu_hour if price is None else price
         for number, engine in enumerate(engines, first):
             seconds, share = up.get(number, window.seconds), instance.gpus / instance.replicas
