@@ -381,18 +381,14 @@ def cast_ms(on: Hardware, m: int, k: int) -> float:
 
 
 def engine_gemm(checkout: Path, on: Hardware, system: str, engine: str) -> None:
-    """Products in few bits of one engine alone.
-
-    Not vLLM's with scales of blocks, which take up to ten times as long from one release to the
-    next (`VERSIONS`) and twice as long as its measured steps leave for them.
-    """
+    """Products in few bits of one engine alone."""
     table = [r for r in read(checkout, system, "gemm", "gemm") if min(r["n"], r["k"]) >= 256]
     table = [r for r in table if r["engine"] == engine and r["n"] * r["k"] < 2e8]
     within = _quantizing(checkout, system) if engine == "trtllm" else {}
     print("      gemm:")
     for key, theirs in DTYPES.items():
         rows = [r for r in table if r["gemm_dtype"] == theirs]
-        if key == "bf16" or not rows or (engine == "vllm" and key == "fp8_block"):
+        if key == "bf16" or not rows:
             continue
         if key == "fp8" and engine == "trtllm":
             rows = [
@@ -436,11 +432,16 @@ def engine_attention(checkout: Path, on: Hardware, system: str, engine: str) -> 
 
 
 def engines(checkout: Path, on: Hardware, system: str) -> None:
-    """Constants of each engine's own kernels."""
+    """Constants of each engine's own kernels.
+
+    Not of vLLM's products: its table has them with the kernel that quantizes, which steps do not
+    run, and those with scales of blocks take up to ten times as long from a release to the next.
+    """
     print("  engines:")
     for engine in VERSIONS:
         print(f"    {engine}:")
-        engine_gemm(checkout, on, system, engine)
+        if engine != "vllm":
+            engine_gemm(checkout, on, system, engine)
         engine_attention(checkout, on, system, engine)
 
 
