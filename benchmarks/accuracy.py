@@ -45,6 +45,7 @@ LISTED = 40
 """Rows of a page of a source; of larger sources, those with the largest errors."""
 EQUAL = 0.05
 """Published layouts within this share of the predicted best count as equal to it."""
+GPT_OSS = "gpt-oss-120b on H200"
 FAR = 0.1
 """Mean error of step times beyond which a source is named on the page."""
 
@@ -610,6 +611,36 @@ def recorded() -> list[str]:
     )
 
 
+def gpt_oss() -> list[str]:
+    """Times of gpt-oss-120b on one H200, by load."""
+    times: dict[str, dict[str, Compared]] = {}
+    for c in table("serving"):
+        load, _, users = c.prediction.row.removeprefix("h200 ").partition(" x")
+        if c.source == GPT_OSS and users:
+            times.setdefault(f"{load.replace('/', ' and ')} tokens | {users}", {})[c.quantity] = c
+    lines = [
+        (
+            load,
+            *(
+                cell
+                for quantity in ("ttft_ms", "tpot_ms")
+                for p in (of[quantity].prediction,)
+                for cell in (
+                    f"{p.measured:,.1f}",
+                    f"{p.predicted:,.1f}",
+                    signed(of[quantity].error),
+                )
+            ),
+        )
+        for load, of in times.items()
+    ]
+    return markdown(
+        "Prompt and output at most | >Users | >First token (ms) | >Predicted | >Error | "
+        ">Per token (ms) | >Predicted | >Error",
+        lines,
+    )
+
+
 def programs() -> list[str]:
     """Other programs that compute the same figure."""
     lines: list[Line] = []
@@ -645,6 +676,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     ),
     "steady-hardware": Grouped("Engine, GPU", ("inference",), _engine, _is_steady),
     "served": Grouped("Source, quantity", ("serving", "drafts"), _served),
+    "gpt-oss": gpt_oss,
     "recorded": recorded,
     "memory": Grouped("Source, what was measured", ("memory",), _memory),
     "kernels": Grouped("Kernel", ("kernels",), lambda c: c.source),

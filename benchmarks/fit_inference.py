@@ -17,9 +17,9 @@ experts in nvfp4 there are kernels for few tokens and others; engines run the fo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.parquet as parquet
@@ -195,6 +195,72 @@ def experts(checkout: Path, on: Hardware, system: str) -> None:
         block(key, found, 4)
         test = [r for r in rows if held_out(*(r[n] for n in SIZES))]
         tested(f"experts {key}", "num_tokens", test,
+               lambda some, found=found, p=predict: p(found, some))  # fmt: skip
+
+
+MXFP4 = 4.25 / 8
+"""Bytes of a weight in mxfp4: four bits, and eight for the scale of 32."""
+MARLIN, WGMMA = ("vllm", "0.24.0", "marlin"), ("vllm", "0.24.0", "triton_oai")
+TRTLLM, SGLANG = ("trtllm", "1.3.0rc20", ""), ("sglang", "0.5.14", "")
+
+
+class FourBits(NamedTuple):
+    """Kernels of experts in four bits."""
+
+    label: str
+    tables: Sequence[tuple[str, str, str]]
+    """Engine, release, part of the kernel's name."""
+    dtype: str
+    """Of gpt-oss in the tables; empty: other models, in all data types."""
+    fixed: Mapping[str, Any] = {}
+    """Constants that are not fitted."""
+    ranks: int = 8
+    """Ranks at most that share the experts."""
+
+
+FOUR_BITS = {
+    "hopper": (
+        FourBits("all engines, Triton", (WGMMA,), "w4a16_mxfp4"),
+        FourBits("vllm, Marlin", (MARLIN,), "", {"least_rows": 16}),
+        FourBits("trtllm", (TRTLLM,), "w4a16_mxfp4", ranks=2),
+    ),
+    "blackwell": (
+        FourBits("all engines", (TRTLLM, SGLANG), "w4a8_mxfp4_mxfp8", {"product": "mxfp8"}),
+    ),
+}
+"""By GPU. vLLM runs Marlin where VLLM_MXFP4_USE_MARLIN says so, as recipes of gpt-oss on Hopper do,
+and where weights are int4. TensorRT-LLM's table for Hopper splits experts over ep alone, whose
+ranks sort the tokens of all experts: a time that the kernels here lack. SGLang's table for Hopper
+is left out: it has weights in bf16, by its times."""
+
+
+def four_bits(checkout: Path, on: Hardware, system: str) -> None:
+    """Grouped products of weights in mxfp4, with the copies around them."""
+    data = checkout / "aic-core/src/aiconfigurator_core/systems/data" / system / "moe"
+    print("  experts_gemm:")
+    for of in FOUR_BITS["blackwell" if on.rate_of("fp4") else "hopper"]:
+        gpt_oss = (of.dtype, 2880)
+        rows = [
+            r | {"engine": engine}
+            for engine, release, kernel in of.tables
+            for r in parquet.read_table(data / engine / release / "moe_perf.parquet").to_pylist()
+            if r["distribution"] == "balanced"
+            and r["moe_tp_size"] * r["moe_ep_size"] <= of.ranks
+            and kernel in r["kernel_source"]
+            and (not of.dtype or (r["moe_dtype"], r["hidden_size"]) == gpt_oss)
+        ]
+
+        def predict(constants: Constants, some: Rows, of: FourBits = of) -> np.ndarray:
+            grouped = {"bf16": InferenceGemmFit(**constants, **of.fixed)}
+            mlp = ExpertMLP(*(column(some, name) for name in SIZES))
+            changed = with_inference(on, experts_gemm=grouped)
+            return experts_seconds(mlp, dtype="bf16", on=changed, weights=MXFP4)
+
+        keep = even([r for r in rows if not held_out(*(r[n] for n in SIZES))], "num_tokens", 150)
+        found = best(predict, keep, {"fraction": 0.3})
+        block(f"mxfp4 ({of.label})", {**found, **of.fixed}, 4)
+        test = [r for r in rows if held_out(*(r[n] for n in SIZES))]
+        tested(f"experts mxfp4 ({of.label})", "num_tokens", test,
                lambda some, found=found, p=predict: p(found, some))  # fmt: skip
 
 
@@ -431,6 +497,37 @@ def engine_attention(checkout: Path, on: Hardware, system: str, engine: str) -> 
         told(f"attention {key}, {engine}", predict(found, test), column(test, "latency") / 1e3)
 
 
+def engine_experts(checkout: Path, on: Hardware, system: str, engine: str) -> None:
+    """Experts in fp8 with scales of blocks of one engine alone.
+
+    Of TensorRT-LLM on Hopper, whose kernels are CUTLASS's, as recipes have it. On Blackwell recipes
+    have other kernels than its table, and the tables of vLLM and SGLang have fewer experts with
+    tokens than their labels say: their weights would be read faster than the memory allows.
+    """
+    if engine != "trtllm" or on.rate_of("fp4"):
+        return
+    rows = [
+        r
+        for r in read(checkout, system, "moe", "moe")
+        if (r["engine"], r["moe_dtype"], r["distribution"]) == (engine, "fp8_block", "balanced")
+        and r["moe_tp_size"] * r["moe_ep_size"] <= FourBits._field_defaults["ranks"]
+    ]
+    if not rows:
+        return
+
+    def predict(constants: Constants, some: Rows) -> np.ndarray:
+        of = {"fp8": InferenceGemmFit(**constants)}
+        mlp = ExpertMLP(*(column(some, name) for name in SIZES))
+        return experts_seconds(mlp, dtype="fp8", on=with_inference(on, experts_gemm=of))
+
+    keep = even([r for r in rows if not held_out(*(r[n] for n in SIZES))], "num_tokens", 250)
+    found = best(predict, keep, {"fraction": 0.4})
+    print("      experts_gemm:")
+    block("fp8_block", found, 8)
+    test = [r for r in rows if held_out(*(r[n] for n in SIZES))]
+    tested("experts fp8_block", "num_tokens", test, lambda some: predict(found, some))
+
+
 def engines(checkout: Path, on: Hardware, system: str) -> None:
     """Constants of each engine's own kernels.
 
@@ -440,12 +537,13 @@ def engines(checkout: Path, on: Hardware, system: str) -> None:
     print("  engines:")
     for engine in VERSIONS:
         print(f"    {engine}:")
+        engine_experts(checkout, on, system, engine)
         if engine != "vllm":
             engine_gemm(checkout, on, system, engine)
         engine_attention(checkout, on, system, engine)
 
 
-PARTS = (gemm, experts, attention, latents, sparse, all_reduce, engines)
+PARTS = (gemm, experts, four_bits, attention, latents, sparse, all_reduce, engines)
 
 
 def main(checkout: Path, wanted: Iterable[str]) -> None:

@@ -108,7 +108,7 @@ def block(name: str, constants: Constants, indent: int) -> None:
     pad = " " * indent
     print(f"{pad}{name}:")
     for key, value in constants.items():
-        print(f"{pad}  {key}: {value:g}")
+        print(f"{pad}  {key}: {value:g}" if isinstance(value, float) else f"{pad}  {key}: {value}")
 
 
 def gemm(folder: Path, hardware: Hardware, system: str) -> None:

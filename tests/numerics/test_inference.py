@@ -292,7 +292,7 @@ def test_wide_expert_parallelism() -> None:
 
     Of each token, a copy of 7168 channels goes to each of its 8 experts, and as much comes back.
     """
-    found = collectives(run(**V3, batch_size=128, **DECODE))
+    found = collectives(run(**V3, batch_size=128, expert_load="1", **DECODE))
     assert found == {f"all_to_all {4 * 8 * 7168 * 2}": 58 * 2}
     assert not collectives(run("deepseek-v3", dp=4, batch_size=128, layers=2, **DECODE))
     # Ranks of tp have the same tokens: the sums of their experts' results are reduced.
@@ -348,7 +348,8 @@ def test_ranks_of_dp_that_split_experts_exchange_as_many_copies() -> None:
 @pytest.mark.parametrize(("requests", "redundant"), [(32, 0), (64, 32), (4096, 0)])
 def test_weights_of_experts_that_get_tokens_are_read(requests: int, redundant: int) -> None:
     """Of E experts, T tokens with k each go to E (1 - (1 - k/E)^T) on average, if evenly spread."""
-    compiled = run(**V3, batch_size=requests, num_redundant_experts=redundant, **DECODE)
+    even = {"num_redundant_experts": redundant} if redundant else {"expert_load": "1"}
+    compiled = run(**V3, batch_size=requests, **even, **DECODE)
     (c,) = compiled.program.classes
     t = c.tasks
     held = 256 + redundant
@@ -366,7 +367,7 @@ def test_weights_of_experts_that_get_tokens_are_read(requests: int, redundant: i
 
 def test_all_ranks_tokens_make_the_rows_of_experts() -> None:
     """Ranks with 3 and with 2 requests: experts get the same from all."""
-    program = run(**V3, batch_size=80, layers=4, **DECODE).program
+    program = run(**V3, batch_size=80, layers=4, expert_load="1", **DECODE).program
     assert [len(c.ranks) for c in program.classes] == [16, 16]
     for column in ("comm_bytes", "flops"):
         seen: set[int] = set()
@@ -450,9 +451,9 @@ def test_deepseek_v3_in_fp8() -> None:
 
 def test_copies_of_tokens_go_out_in_fp8() -> None:
     """As DeepSeek's DeepEP: dispatched in fp8, combined in bf16."""
-    as_stored = {**V3, "weight_precision": None}
+    as_stored = {**V3, "weight_precision": None, "expert_load": "1"}
     found = collectives(run(**as_stored, batch_size=128, **DECODE))
-    given = {**V3, "weight_precision": "fp8"}
+    given = {**as_stored, "weight_precision": "fp8"}
     assert found == collectives(run(**given, batch_size=128, **DECODE))
     assert found == {f"all_to_all {4 * 8 * 7168 * n}": 58 for n in (1, 2)}
 

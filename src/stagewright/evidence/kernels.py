@@ -198,23 +198,29 @@ def fused_experts_seconds(mlp: ExpertMLP, *, dtype: str, on: Hardware) -> Float:
 
 
 def experts_seconds(
-    mlp: ExpertMLP, *, dtype: str, on: Hardware, busy: Float | None = None
+    mlp: ExpertMLP,
+    *,
+    dtype: str,
+    on: Hardware,
+    busy: Float | None = None,
+    weights: float | None = None,
 ) -> Float:
     """Seconds of the experts' MLP on one rank.
 
     Tokens are sorted by expert and copied; gate and up are one product; then come the activation,
     the down product, and the sums of each token's copies. Inputs of products are in `dtype`, their
     results in bf16; the kernels before products quantize. `busy`: experts of the rank that have
-    tokens; None: as many as can be.
+    tokens; None: as many as can be. `weights`: bytes of a weight; None: those of `dtype`.
     """
     width = ITEM[dtype]
+    stored = width if weights is None else weights
     tokens, h, top_k = mlp.tokens, mlp.hidden_size, mlp.top_k
     copies, f = tokens * top_k / mlp.ep, mlp.ffn_hidden_size / mlp.etp
     if busy is None:
         busy = np.minimum(mlp.experts / mlp.ep, copies)
     rows = np.maximum(copies / busy, 1)  # of each busy expert
-    up = width * (copies * h + busy * 2 * f * h) + 2 * copies * 2 * f
-    down = width * (copies * f + busy * f * h) + 2 * copies * h
+    up = width * copies * h + stored * busy * 2 * f * h + 2 * copies * 2 * f
+    down = width * copies * f + stored * busy * f * h + 2 * copies * h
     return (
         routing_seconds(tokens * top_k, on)
         + copies_seconds((2 + width) * copies * h, copies, on)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from statistics import NormalDist
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -290,13 +291,22 @@ class _LinearClass:
 SHARE_UNITS = 2**32
 """Shares are integer multiples of 1 / `SHARE_UNITS`: equal on all machines."""
 
+POPULARITY_EXPONENT = 0.7
+"""Tokens of the most popular expert over those of the least, in inference: experts to this power.
+
+Fitted by `benchmarks/fit_routing.py` to 70% of the times per token of published servers of mixtures
+of 128 to 512 experts; the eight of Mixtral get 5% to 25% of the tokens of a layer, a ratio of 5
+(arXiv 2401.04088, figure 7). NVIDIA's aiconfigurator times experts under loads of the same kind, by
+power laws (collector/helper.py, github.com/ai-dynamo/aiconfigurator@095f58a5)."""
+
 
 @dataclass(frozen=True, eq=False)
 class BusiestRanks:
-    """Experts of the rank that gets most copies of tokens in each layer, by `expert_load`.
+    """Experts of the rank that gets most copies of tokens in each layer.
 
-    The ranks of expert parallelism wait for each other after every layer with experts, so each is
-    assumed to have the work of the busiest one: its mean over layers.
+    Their load is that of `expert_load`, or as uneven as in published servers; redundant experts
+    (EPLB) make it even. The ranks of expert parallelism wait for each other after every layer with
+    experts, so each is assumed to have the work of the busiest one: its mean over layers.
     """
 
     chosen: Sequence[Float]
@@ -306,9 +316,10 @@ class BusiestRanks:
     @classmethod
     def of(cls, run: Run, model: ModelConfig, mesh: Mesh, plan: Plan) -> Self | None:
         """Busiest ranks of a resolved run; None: all experts get equal numbers of tokens."""
-        if run.expert_load is None:
-            return None
         ranks = mesh.size(*plan.expert)
+        if run.expert_load is None:
+            even = not model.top_k < model.num_experts or run.num_redundant_experts
+            return None if even else cls([_popular_experts(model, ranks)], model.top_k)
         chosen: list[Float] = []
         for line in lines_of(run.expert_load, model, _routed_layers(model), ranks):
             by_rank = np.array(line).reshape(ranks, -1) * (model.top_k / sum(line))
@@ -325,6 +336,27 @@ class BusiestRanks:
         return float(1 - np.mean([np.mean((1 - x) ** tokens) for x in self.chosen]))
 
 
+def _popular_experts(model: ModelConfig, ranks: int) -> Float:
+    """Share of tokens that choose each expert of the busiest rank, where no load is given.
+
+    Popularities of experts are evenly spread on a logarithmic scale, and experts on ranks by
+    chance. The busiest of several ranks gets the expected maximum of as many normal variables
+    (Blom 1958).
+    """
+    experts, held = model.num_experts, model.num_experts // ranks
+
+    def popularity(count: int) -> Float:
+        ratio = experts**POPULARITY_EXPONENT
+        values = ratio ** ((np.arange(count) + 0.5) / count)
+        return values / values.mean()
+
+    busiest = 1.0
+    if ranks > 1:
+        of_rank = popularity(experts).std() * math.sqrt((experts - held) / (experts - 1) / held)
+        busiest += NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) * float(of_rank)
+    return np.minimum(popularity(held) * busiest * model.top_k / experts, 1.0)
+
+
 def mean_expert_sizes(
     run: Run,
     model: ModelConfig,
@@ -337,7 +369,7 @@ def mean_expert_sizes(
 
     `R`: rows of each expert; `touched`: experts with any token. A token leaves out an expert with
     probability p = 1 - top_k / experts, and n tokens all leave it out with probability p^n. Tokens
-    are spread evenly, or as on the `busiest` ranks.
+    are spread as on the `busiest` ranks; None: evenly.
     """
     if not model.num_experts:
         return {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from stagewright.blocks.recipe import stored_as
 from stagewright.model.config import ModelConfig
 from stagewright.run.requests import STORED
 from stagewright.run.settings import Run
@@ -44,6 +45,15 @@ def in_blocks(run: Run, model: ModelConfig) -> bool:
     stored = STORED[run.weight_precision] if run.weight_precision else None
     formats = quantization.formats if quantization else (stored,) if stored else ()
     return any(x.product == "fp8" and x.rows > 1 and x.columns > 1 for x in formats)
+
+
+def expert_weights(run: Run, model: ModelConfig) -> str:
+    """Storage of experts whose inputs are in the data type of the computation, such as `mxfp4`."""
+    if run.mode == "train" or not model.num_experts:
+        return ""
+    last = storage(run, model, "block", model.num_layers - 1)
+    stored = stored_as(last, "we_up", "mlp")
+    return name(stored) if stored and not stored.product else ""
 
 
 _QUANTIZED = re.compile(

@@ -69,10 +69,12 @@ def times_mean(given: str | Sequence[Sequence[object]]) -> float | None:
 
 
 def one_busy_rank(times: float, model: ModelConfig, ranks: int) -> tuple[float, ...]:
-    """Loads of experts of which one of the ranks gets `times` the mean, and all others as much.
+    """Loads of experts of which one of the ranks gets `times` the mean; 1: all get as much.
 
     Raises UserError where the experts are not on several ranks, or no rank can get as much.
     """
+    if times == 1:
+        return (1.0,) * model.num_experts
     if ranks == 1:
         raise UserError(
             f"expert_load={times:g} is the load of the busiest of several ranks, and ep is 1; set "

@@ -1,7 +1,7 @@
 """Durations of a served step in an engine: what engines fuse and run at the same time.
 
 A program has a kernel for each group of element-wise operators that its graph joins within a block
-of the model. Engines differ from that in three ways (`engine_seconds`); the bytes moved are equal.
+of the model. Engines differ from that in three ways (`engine_seconds`).
 
 Attention of a mixed batch (`with_mixed_attention`): FlashAttention 2 has one kernel for prompts and
 decoding requests. Requests that decode with drafts have several queries each, so that they are
@@ -13,6 +13,8 @@ constants of attention and of products were fitted contain kernels that a progra
 - keys and values are written to the cache within attention's rows of all engines' tables, the keys
   rotated with the queries by one kernel (`collect_attn.py` of vLLM, SGLang and TensorRT-LLM in
   github.com/ai-dynamo/aiconfigurator@095f58a5);
+- biases of experts are added within the products (`w1_bias` and `w2_bias` of vLLM's fused experts,
+  `gemm1_bias` and `gemm2_bias` of FlashInfer's), of which the gate's joins the activation;
 - operands of products are cast within rows of products in few bits, or by the kernel before;
 - the sum that ends a layer and the norm that begins the next one are one kernel
   (`fused_add_rms_norm` of vLLM and of SGLang's kernels, FlashInfer's in TensorRT-LLM);
@@ -39,7 +41,7 @@ import numpy as np
 
 from stagewright.arrays import Bool, Float
 from stagewright.graph.table import Timing, served_heads
-from stagewright.lower.weight_storage import in_blocks
+from stagewright.lower.weight_storage import expert_weights, in_blocks
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import Reach
 from stagewright.program.columns import COLLECTIVES, Shape, TaskKind, Tasks
@@ -66,7 +68,8 @@ SGLang's `DUAL_STREAM_TOKEN_THRESHOLD`, which is taken for all engines."""
 def served_machine(run: Run, model: ModelConfig, machine: Machine, engine: str | None) -> Machine:
     """The machine with the kernels of an engine, for a step of inference."""
     blocks, cache = in_blocks(run, model), run.kv_cache_dtype or "bf16"
-    return machine.for_inference(blocks=blocks, engine=engine, cache=cache)
+    weights = expert_weights(run, model)
+    return machine.for_inference(blocks=blocks, weights=weights, engine=engine, cache=cache)
 
 
 def engine_seconds(
@@ -207,6 +210,8 @@ def without_fused_launches(
     norms = mask(lambda ops: "norm" in ops and ops <= {"bias", "add", "norm", "cast"})
     fused = writes | casts | (sums & _before(tasks, norms))
     launch = hardware.kernel_launch_us * 1e-6
+    of_experts = shape_mask(tasks, lambda shape: {"e", "r"} <= shape.sizes().keys())
+    seconds = np.where(mask(lambda ops: ops == {"bias"}) & of_experts, 0.0, seconds)
     if engine == "trtllm":
         fused |= mask(lambda ops: "rope" in ops and ops <= {"bias", "rope"})
         after_all_reduce = (sums | norms) & _after_all_reduce(tasks, sums)

@@ -126,6 +126,10 @@ class GemmFit(FigureBlock):
     memory_fraction: float = Field(gt=0, le=1.2)
     sharpness: float = Field(ge=1)
     """Exponent of the overlap of computing and reading: infinite if the longer one decides."""
+    least_rows: int = Field(ge=8, default=32)
+    """Rows of the smallest tiles."""
+    product: Literal["", "mxfp8"] = ""
+    """Data type in which the kernel multiplies; empty: that of the inputs."""
 
     def slowed(self, clock: float) -> GemmFit:
         """Constants at a share `clock` of the clock of compute units.
@@ -135,6 +139,8 @@ class GemmFit(FigureBlock):
         >>> tiles.slowed(0.5).fraction
         0.4
         """
+        if self.fraction <= FULL_POWER:
+            return self
         tile = {"tile_us": self.tile_us / clock, "fraction": self.fraction * clock}
         return self.model_copy(update=tile)
 
@@ -199,6 +205,10 @@ class InferenceGemmFit(FigureBlock):
     sharpness: float = Field(ge=1)
     fraction: float | None = Field(gt=0, le=1.2, default=None)
     """Share of the peak; None: that of `GemmFit`."""
+    least_rows: int | None = Field(ge=8, default=None)
+    """Rows of the smallest tiles; None: those of `GemmFit`."""
+    product: Literal["", "mxfp8"] | None = None
+    """Data type in which the kernel multiplies; None: that of the inputs."""
 
 
 class CachedAttentionFit(FigureBlock):
@@ -265,6 +275,8 @@ class EngineFit(FigureBlock):
 
     gemm: Mapping[str, InferenceGemmFit] = Field(default_factory=dict)
     """By precision, or `BLOCKS`."""
+    experts_gemm: Mapping[str, InferenceGemmFit] = Field(default_factory=dict)
+    """Of grouped products; keys as in `InferenceFit`."""
     cached_attention: Mapping[str, CachedAttentionFit] = Field(default_factory=dict)
     """By the precision of the cache."""
     mixed_attention: MixedAttentionFit | None = None
@@ -277,7 +289,10 @@ class InferenceFit(FigureBlock):
     gemm: Mapping[str, InferenceGemmFit] = Field(default_factory=dict)
     """By precision, or `BLOCKS`; a precision without constants has training's."""
     experts_gemm: Mapping[str, InferenceGemmFit] = Field(default_factory=dict)
-    """Of grouped products, with the rest of the constants of single ones."""
+    """Of grouped products, with the rest of the constants of single ones.
+
+    By precision, or by the storage of weights whose inputs are in bf16, such as `mxfp4`: kernels of
+    their own unpack these weights (Marlin, Triton), or cast the inputs (TensorRT-LLM's)."""
     cached_attention: CachedAttentionFit | None = None
     """None: attention over a cache is as fast as that of prompts, or as its keys are read."""
     latent_attention: Mapping[str, CachedAttentionFit] = Field(default_factory=dict)
@@ -305,6 +320,7 @@ class InferenceFit(FigureBlock):
             "cache": cache,
             "cached_attention": fit.cached_attention.get(cache, self.cached_attention),
             "gemm": {**self.gemm, **fit.gemm},
+            "experts_gemm": {**self.experts_gemm, **fit.experts_gemm},
             # FlashAttention 2 reads no cache in fp8: engines have another kernel then.
             "mixed_attention": fit.mixed_attention if cache == "bf16" else None,
         }
@@ -485,7 +501,11 @@ class Hardware(FigureBlock):
         The constants of kernels are those of a benchmark (`benchmarks/fit_kernels.py`).
         """
         products, grouped = (
-            {d: self.products(d, grouped=g).slowed(self.clock_of(d)) for d in PEAKS}
+            {
+                d: fit.slowed(self.clock_of(fit.product or d))
+                for d in PEAKS
+                for fit in (self.products(d, grouped=g),)
+            }
             for g in (False, True)
         )
         attention = self.attention
@@ -543,21 +563,29 @@ class Hardware(FigureBlock):
         return self.model_copy(update={"attention": self.attention_kernels[kernel]})
 
     def for_inference(
-        self, *, blocks: bool = False, engine: str | None = None, cache: str = "bf16"
+        self,
+        *,
+        blocks: bool = False,
+        weights: str = "",
+        engine: str | None = None,
+        cache: str = "bf16",
     ) -> Hardware:
         """This hardware with the constants of inference, if it has any.
 
-        `blocks`: products in fp8 are of weights that are scaled by blocks. `engine`: with the
-        constants of this engine's kernels. `cache`: precision of the engine's cache.
+        `blocks`: products in fp8 are of weights that are scaled by blocks. `weights`: storage of
+        experts whose inputs are in bf16. `engine`: with the constants of this engine's kernels.
+        `cache`: precision of the engine's cache.
         """
         if self.inference is None:
             return self
         fit = self.inference.of_engine(engine, cache)
 
         def updated(fits: Mapping[str, InferenceGemmFit]) -> dict[str, GemmFit]:
-            selected = {dtype: fit for dtype, fit in fits.items() if dtype != BLOCKS}
+            selected = {dtype: fit for dtype, fit in fits.items() if dtype in PEAKS}
             if blocks and BLOCKS in fits:
                 selected["fp8"] = fits[BLOCKS]
+            if weights in fits:
+                selected["bf16"] = fits[weights]
             return {
                 dtype: self.products(dtype).model_copy(update=fit.model_dump(exclude_none=True))
                 for dtype, fit in selected.items()
@@ -575,7 +603,7 @@ class Hardware(FigureBlock):
 
 FULL_POWER = 0.28
 """Share of the peak of products at which a GPU draws all of its TDP: (1 - 0.498) / 1.792, of
-`benchmarks/fit_power.py`. Attention that never reaches it leaves the clock as it is."""
+`benchmarks/fit_power.py`. Kernels that never reach it leave the clock as it is."""
 
 PEAKS: Mapping[str, str] = {
     "bf16": "peak_bf16_tflops",

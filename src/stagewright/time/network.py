@@ -131,7 +131,12 @@ class Machine:
         return cls(hardware, gpus, tuple(tiers), algorithm)
 
     def for_inference(
-        self, *, blocks: bool = False, engine: str | None = None, cache: str = "bf16"
+        self,
+        *,
+        blocks: bool = False,
+        weights: str = "",
+        engine: str | None = None,
+        cache: str = "bf16",
     ) -> Self:
         """This machine with the kernels of inference, where its hardware has constants of them.
 
@@ -140,7 +145,9 @@ class Machine:
         fit = self.hardware.inference
         if fit is None:
             return self
-        hardware = self.hardware.for_inference(blocks=blocks, engine=engine, cache=cache)
+        hardware = self.hardware.for_inference(
+            blocks=blocks, weights=weights, engine=engine, cache=cache
+        )
         return replace(self, hardware=hardware, direct_all_reduce=fit.all_reduce)
 
     def __str__(self) -> str:

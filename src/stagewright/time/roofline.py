@@ -140,7 +140,7 @@ def gemm_seconds(
         fit = hardware.products(dtype, grouped=grouped)
         for chunk in np.split(selected, range(_CHUNK, len(selected), _CHUNK)):
             seconds[chunk] = _fastest_tile(
-                sizes[:, chunk], fit, peak_flops(hardware, dtype), hardware
+                sizes[:, chunk], fit, peak_flops(hardware, fit.product or dtype), hardware
             )
     return seconds
 
@@ -154,8 +154,9 @@ def _fastest_tile(sizes: Float, fit: GemmFit, peak: float, hardware: Hardware) -
     bandwidth = hardware.memory_bandwidth_gb_s * 1e9 * fit.memory_fraction
     unit_peak = peak / hardware.compute_units
     # [tiles, 1, 1] and [splits, 1], beside [products].
-    rows, columns = (np.array(side)[:, None, None] for side in zip(*TILES, strict=True))
-    reuse = np.array([_reuse(fit, *tile) for tile in TILES])[:, None, None]
+    tiles_of_fit = TILES if fit.least_rows >= 32 else (*TILES, (fit.least_rows, 128))
+    rows, columns = (np.array(side)[:, None, None] for side in zip(*tiles_of_fit, strict=True))
+    reuse = np.array([_reuse(fit, *tile) for tile in tiles_of_fit])[:, None, None]
     splits = np.array(SPLITS)[:, None]
     tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch
     rate = unit_peak * fit.fraction * reuse

@@ -58,8 +58,8 @@ class ExpertSection:
     )
     expert_load: Text | tuple[tuple[Any, ...], ...] | None = setting(
         None,
-        "Tokens of each expert by layer, in a file (CSV or JSON); or the load of the "
-        "busiest rank as a multiple of the mean, such as 1.3.",
-        unset="equal",
+        "Tokens of each expert by layer (CSV, JSON); or the load of the busiest rank over the "
+        "mean, such as 1.3; 1: equal.",
+        unset="equal in training, uneven in inference",
         metavar="FILE|X",
     )
