@@ -37,8 +37,6 @@ _MOST_TEXT = 1 << 22
 _MARK = re.compile("\0([^\0]*)\0")
 _PARAMETER = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_CHOICE = re.compile(r"\s*\[\[?\s(.+)\s\]\]?\s*&&\s*echo (\S+)\s*\|\|\s*echo (\S+)\s*")
-"""A test that chooses between two words: `[ $A = 1 ] && echo x || echo y`."""
 _REDIRECTIONS = frozenset({"&>>", "&>", ">>", ">&", "<<<", "<&", "<>", ">|", "<", ">"})
 _ENDS = frozenset({"\n", ";", "&", "&&", "||", "|", "|&", ")", ";;", ";&", ";;&"})
 _CLASSES = {"[:digit:]": "0-9", "[:alpha:]": "a-zA-Z", "[:alnum:]": "a-zA-Z0-9",
@@ -119,6 +117,10 @@ class _Exit(Exception):
         self.code, self.line = code, line
 
 
+class _Unfollowed(Exception):
+    """A command or an assumption inside `$( )` that leaves its output unknown."""
+
+
 class _Jump(Exception):
     """`break`, `continue` or `return`."""
 
@@ -138,7 +140,7 @@ class _Reader:
         self.given, self.used = given, set[str]()
         self.computed: set[str] = set()
         """Variables that hold the output of commands."""
-        self.read_outside = False
+        self.read_outside: bool = False
         """A test has read a variable from outside."""
         self.tested: set[str] = set()
         """Variables that the last test has read."""
@@ -154,8 +156,12 @@ class _Reader:
         """Words of the launcher whose `-c` is being read."""
         self.depth = self.steps = self.made = self.sourced = self.loops = 0
         self.status: bool | None = True
-        self.assumed = False
+        self.assumed: bool = False
         """A command counts as successful since a loop began."""
+        self.printed: list[str] | None = None
+        """Text that the `$( )` which is being read has printed; None: outside of one."""
+        self.place: str = "."
+        """The folder of `cd` in a `$( )`."""
         self.tokens: list[Token] = []
 
     # -- limits
@@ -227,6 +233,8 @@ class _Reader:
         return i
 
     def _note(self, line: int, text: str) -> None:
+        if self.printed is not None:
+            raise _Unfollowed
         if (note := f"line {line}: {text}") not in self.script.notes:
             self.script.notes.append(note)
 
@@ -235,6 +243,8 @@ class _Reader:
         before = self._snapshot()
         i, ok = self._command(i + negated, run)
         while self._is(i, "|", "|&"):
+            if run and self.printed is not None:
+                raise _Unfollowed
             self._restore(before)
             i += 1
             while self._is(i, "\n"):
@@ -498,15 +508,12 @@ class _Reader:
 
     def _keep(self, raw: list[Token], body: str, target: str) -> None:
         """Keep a here-document that `cat` writes into a file, or `read` into a variable."""
-        pieces = (piece for _, piece in self._pieces(body, True))
         if raw[0].text == "cat" and target:
             name, files = self._text(target.lstrip(">")), self.script.files
             old = files.get(name, "") if target.startswith(">>") else ""
-            text = "".join(p if isinstance(p, str) else " ".join(p) for p in pieces)
-            files[name] = self._count(old + text)
+            files[name] = self._count(old + self._text(body, quoted=True))
         elif raw[0].text == "read" and len(raw) > 1:
-            text = "".join(p if isinstance(p, str) else " ".join(p) for p in pieces)
-            self._assign(raw[-1].text, text)
+            self._assign(raw[-1].text, self._text(body, quoted=True))
 
     def _run(self, raw: list[Token], body: str | None, line: int) -> bool | None:
         assignments: list[tuple[re.Match[str], str]] = []
@@ -620,6 +627,8 @@ class _Reader:
             case "printf" if rest[:1] == ["-v"] and len(rest) > 2:
                 text = _formatted(rest[2], rest[3:])
                 self._assign(rest[1], unknown(rest[1]) if text is None else text)
+            case _ if self.printed is not None:
+                self._print(name, rest)
             case _:
                 self._record(words, body, line)
         return True
@@ -799,16 +808,16 @@ class _Reader:
 
     # -- expansion
 
-    def _text(self, raw: str) -> str:
+    def _text(self, raw: str, quoted: bool = False) -> str:
         """A word as one text."""
         return self._count("".join(
             " ".join(piece) if isinstance(piece, list) else piece
-            for _, piece in self._pieces(raw)
+            for _, piece in self._pieces(raw, quoted)
         ))  # fmt: skip
 
     def _fields(self, raw: str) -> list[str]:
         """A word as the words that it expands to."""
-        if len(words := braces(raw, self.path)) > 1:
+        if (words := braces(raw, self.path)) != [raw]:
             return [field for word in words for field in self._fields(word)]
         fields: list[str] = []
         open_: str | None = None
@@ -940,9 +949,7 @@ class _Reader:
         absent = value is None or (sign[0] == ":" and not plain and value != unknown(name))
         if sign in (":-", "-", ":=", "=", ":?", "?"):
             if absent and sign[-1] != "?" and (word or value is not None):
-                value = "".join(
-                    " ".join(p) if isinstance(p, list) else p for _, p in self._pieces(word)
-                )
+                value = self._text(word)
                 if sign[-1] == "=":
                     self._assign(name, value)
             return value
@@ -1020,65 +1027,54 @@ class _Reader:
         return "".join(parts)
 
     def _output(self, text: str) -> str:
-        """Output of a command that only shapes text: echo, dirname, basename, pwd, seq."""
+        """Output of commands that only shape text, as `_print` follows them; otherwise unknown."""
         if self.depth > DEEPEST:
             raise UserError(f"{self.path}: nested too deep for a launch script")
-        result = unknown(f"$({' '.join(text.split())[:60]})")
-        if match := _CHOICE.fullmatch(text):
-            tokens = Lexer(match[1], self.path).tokens()
-            which = self._test(tokens, "[[" in text[: match.start(1)])
-            return result if which is None else self._text(match[2 if which else 3])
+        state = self.printed, self.place, self.read_outside, self.tested, self.assumed, self.status
+        before, self.printed = self._snapshot(), list[str]()
         try:
-            tokens = Lexer(text, self.path).tokens()
-        except UserError:
-            return result
-        self.depth += 1
-        before = self._snapshot()
-        try:
-            return self._shaped(tokens, result)
+            self.run_text(text)
+            return "".join(self.printed).rstrip("\n")
+        except _Exit:
+            return "".join(self.printed).rstrip("\n")
+        except (_Unfollowed, _Jump, UserError):  # limits raise again with the next command
+            return unknown(f"$({' '.join(text.split())[:60]})")
         finally:
-            self.depth -= 1
+            (self.printed, self.place, self.read_outside, self.tested, self.assumed,
+             self.status) = state  # fmt: skip
             self._restore(before)
 
-    def _shaped(self, tokens: list[Token], result: str) -> str:
-        commands: list[list[str]] = [[]]
-        skips = False
-        for token in tokens:
-            if skips:
-                skips = False
-            elif token.is_word:
-                if match := ASSIGNMENT.match(token.text):
-                    self._assign_raw(match, token.text)
-                else:
-                    commands[-1] += self._fields(token.text)
-            elif token.text in _REDIRECTIONS:
-                skips = True
-            elif token.text in ("&&", ";", "\n"):
-                commands.append([])
-            else:
-                return result
-        place = "."
-        for name, *rest in filter(None, commands):
-            words = [word for word in rest if word != "--" and not re.fullmatch("-[a-zA-Z]+", word)]
-            if name == "echo":
-                words = rest[next((n for n, w in enumerate(rest) if w not in ("-n", "-E")), 0) :]
-            first = words[0] if words else ""
-            match name:
-                case "cd":
-                    place = os.path.normpath(os.path.join(place, first)) if first else place
-                case "pwd":
-                    return place
-                case "echo":
-                    return " ".join(words)
-                case "dirname" if words:
-                    return os.path.dirname(first) or "."
-                case "basename" if words:
-                    return os.path.basename(first).removesuffix(words[1] if words[1:] else "")
-                case "readlink" | "realpath" if words:
-                    return first
-                case _:
-                    return result
-        return result
+    def _print(self, name: str, words: list[str]) -> None:
+        """Add what a command prints to the output that is read; raises _Unfollowed for others."""
+        assert self.printed is not None
+        options = [word for word in words if re.fullmatch("-[a-zA-Z]+", word)]
+        plain = [word for word in words if word != "--" and word not in options]
+        first, text = plain[0] if plain else "", None
+        match name:
+            case "cd":
+                self.place = os.path.normpath(os.path.join(self.place, first)) if first else "."
+                return
+            case "echo":
+                begin = next((n for n, word in enumerate(words) if word not in ("-n", "-E")), 0)
+                text = " ".join(words[begin:])
+            case "printf" if words:
+                text = _formatted(words[0].removesuffix("\\n"), words[1:])
+            case "pwd":
+                text = self.place
+            case "dirname" if plain:
+                text = os.path.dirname(first) or "."
+            case "basename" if plain:
+                text = os.path.basename(first).removesuffix(plain[1] if plain[1:] else "")
+            case "readlink" | "realpath" if plain:
+                text = first
+            case _ if name in _QUIET - {"echo", "printf", "cat"}:
+                return
+            case _:
+                pass
+        if text is None:
+            raise _Unfollowed
+        ends = name == "printf" or (name == "echo" and "-n" in words[:1])
+        self.printed.append(self._count(text if ends else text + "\n"))
 
     # -- numbers and tests
 
@@ -1092,10 +1088,7 @@ class _Reader:
 
     def _arithmetic(self, text: str) -> str:
         """Value of whole-number arithmetic; unknown if a variable is, or if it is not followed."""
-        self._count(text)
-        source = "".join(
-            " ".join(p) if isinstance(p, list) else p for _, p in self._pieces(text.strip(), True)
-        )
+        source = self._text(text.strip(), quoted=True)
         if names := unknown_names(source):
             return unknown(names[0])
         changed: set[str] = set()
