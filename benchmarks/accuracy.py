@@ -195,7 +195,7 @@ ANSWERS = (
     Answer("train-moe", _steps("MoE"), "Step time, MoE", "Megatron-Bridge, dgxc-benchmarking, "
            "NeMo Automodel", "B300, gpt-oss, single rows"),
     Answer("train-lora", _steps("LoRA"), "Step time, LoRA", "MLPerf, dgxc-benchmarking, "
-           "Megatron-Bridge", "MI300X"),
+           "Megatron-Bridge", "single rows"),
     Answer("train-low", _steps("low"), "Step time below a tenth of the peak", "nearly all nanotron",
            "context parallelism over long sequences"),
     Answer("layout", lambda: [(job.source, job.regret) for job in jobs()],
