@@ -28,10 +28,10 @@ parameters. [Frameworks](../../internals/frameworks.md#compared-with-pytorch) de
 
 ## Random programs
 
-A seeded generator made the programs: dense models and mixtures of experts of two to eight layers,
-FSDP2, HSDP, DDP, tp, cp, ep, five pipeline schedules, checkpoints, microbatches, tied tables,
-grouped queries, bf16 and fp32, AdamW and SGD. Two combinations in which PyTorch itself fails are
-left out: clipping over two meshes, and context parallelism with a zero-bubble schedule.
+A seeded generator made the programs: dense models and mixtures of experts of two to ten layers,
+FSDP2, HSDP, DDP, tp, cp, ep, seven pipeline schedules, checkpoints, microbatches, tied and uneven
+tables, grouped queries, bf16 and fp32, AdamW and SGD. Two combinations in which PyTorch itself
+fails are left out: clipping over two meshes, and context parallelism with a zero-bubble schedule.
 
 {random}
 

@@ -232,6 +232,10 @@ def _extend_reduced(values: StageValues, action: ActionRows) -> None:
     reduced: list[Value] = []
     copied: list[Value] = []
     owner: tuple[int, tuple[str, ...]] = (-1, ())
+    cast = {d for _, t in action.order if t.op.startswith("cast") for d in t.deps}
+    summed = {
+        d for t in cast if isinstance(t, LoweredTask) and t.op == "all_reduce" for d in t.deps
+    }
     for i, t in action.order:
         if not (moves_gradients(t) and t.op == "reduce_scatter"):
             continue
@@ -255,6 +259,10 @@ def _extend_reduced(values: StageValues, action: ActionRows) -> None:
         padding = t.comm_bytes - sum(v.size for v in read)
         if padding > 0:
             reduced.append(_buffer(values, action, i, "reduced.padding", padding, rows))
+        if t in summed:  # the unit holds the sum over replicas, of which a cast is the gradient
+            for n in t.made:
+                if (value := values.value(i, n)) is not None:
+                    value.touches.append(action.touch_by(len(action.tasks) - 1))
         if not casts:  # the gradients are there beside their copies, before the result is
             made = {id(v): v.size for n in t.made if (v := values.value(i, n)) is not None}
             size = t.comm_bytes - sum(made.values())
@@ -285,6 +293,7 @@ def _add_gather_buffers(values: StageValues, action: ActionRows, rows: Sequence[
     gather_rows = set[int]()
     sizes: dict[int, int] = {}  # per block, gathered bytes
     collective_rows: dict[int, int] = {}  # per block
+    casts: dict[int, int] = {}  # per block, bytes of its shards that are cast for the gather
     for i, row_of in enumerate(action.row_of):
         for t, row in row_of.items():
             if t.section in (BlockSection.FORWARD, BlockSection.BACKWARD):
@@ -293,6 +302,8 @@ def _add_gather_buffers(values: StageValues, action: ActionRows, rows: Sequence[
                 gather_rows.add(row)
                 if t.kind == TaskKind.COLLECTIVE:
                     collective_rows[i] = row
+                    cast = any(isinstance(d, LoweredTask) and d.op == "cast" for d in t.deps)
+                    casts[i] = t.comm_bytes if cast else 0
                     new = values.blocks[i].block.uses[t].new
                     sizes[i] = sizes.get(i, 0) + sum(value.size for value in new)
     computing = [row for row in rows if row not in gather_rows]
@@ -305,8 +316,9 @@ def _add_gather_buffers(values: StageValues, action: ActionRows, rows: Sequence[
         first = begins[i]
         if not action.forward:
             previous = computing[max(0, bisect_left(computing, first) - 1)]
-            # A unit that is gathered after a message is copied out when its block begins.
-            touching = [previous if previous > collective_rows[i] else first]
+            touching = [max(previous, collective_rows[i])]
+            if previous < collective_rows[i]:  # copied out when the casts of its shards are gone
+                size -= casts[i]
         elif i in root:
             touching = [rows[0], units[0] if units else rows[-1]]
         else:
@@ -339,6 +351,8 @@ def _begin_with_block(
                     continue
                 if new.nodes[0].role is Role.SENT:  # unused where weights are still gathered
                     v.requires = action.touch_by(action.row_of[i][t])
+                    v.touches = [action.touch_by(max(0, begin - 1))]  # freed before the copy out
+                    continue
                 gathers = {action.touch_by(row) for row in gather_rows}
                 v.touches = [action.touch_by(begin), *(x for x in v.touches if x not in gathers)]
 

@@ -259,7 +259,9 @@ class PipelineCaches(Habit):
 
 def _outputs(values: StageValues) -> list[Value]:
     """Outputs of the stage's module: what it sends, or on the last stage the logits."""
-    if values.place.after is not None:
+    if values.place.after == values.place.rank:
+        outputs = []  # kept as the input of the next stage
+    elif values.place.after is not None:
         outputs = [values.output(LiveValue(c.name)) for c in values.leaving]
     else:
         logits = module_logits(values)
@@ -277,7 +279,8 @@ def _retain_graph(values: StageValues, action: ActionRows) -> None:
     for v in values.values:
         if v.category == "activations" and last >= 0:
             v.touches.append((CopyRelation.SPLIT_BACKWARD, action.stage, last))
-    for c in values.arriving:
+    local = values.place.before == values.place.rank  # the stage before keeps the gradient
+    for c in () if local else values.arriving:
         gradient = values.output(LiveValue(c.name, True))
         if gradient is not None:
             gradient.until_step_end_if_split = True

@@ -115,12 +115,15 @@ def sizes_of(run: Run, model: ModelConfig, *, replicas: int = 1) -> dict[str, in
     """Size of each named dim.
 
     The vocabulary is padded so that tp divides it, and pp where all ranks share the embedding and
-    the output layer. In inference, sizes that depend on a batch are omitted. `replicas`: number of
+    the output layer; DTensor's rows need not divide, and the first ranks have one more. In
+    inference, sizes that depend on a batch are omitted. `replicas`: number of
     replicas of each stage in the schedule, each with another microbatch.
     """
     parts = run.tp * (run.pp if shared_ends(run.schedule) else 1)
     multiple = run.make_vocab_size_divisible_by * parts
     padded = -(-model.vocab_size // multiple) * multiple
+    if run.whole_embedding_grad and multiple == run.tp:
+        padded = model.vocab_size
     sizes = model_blocks.sizes(model) | {"V": padded, "VocabularyGroups": parts}
     of_modules = {name: number for m in model.modules for name, number in m.sizes.items()}
     if run.mode != "train":

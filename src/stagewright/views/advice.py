@@ -31,6 +31,7 @@ from stagewright.program.columns import Program, RankClass
 from stagewright.program.fit import NEARLY_FULL, Fit
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
+from stagewright.schedule.actions import flat
 from stagewright.schedule.play import bubble
 from stagewright.time.hardware import names, resolve
 from stagewright.time.network import Machine, placements
@@ -81,12 +82,32 @@ def remarks(compiled: CompiledRun, step: SimulatedStep | None = None) -> list[Re
         *(_exposed(step) if step else ()),
         *_idle(compiled, step),
         *_stages(compiled),
+        *_lost_gradients(compiled),
         *_experts(compiled),
         *_layers(compiled),
         *(Remark("note", "Precision", f"{text}.") for text in (step.notes if step else ())),
         *(Remark("note", "Accuracy", sentence) for sentence in (known(step) if step else ())),
     ]
     return sorted(all_remarks, key=lambda remark: LEVELS.index(remark.level))
+
+
+def _lost_gradients(compiled: CompiledRun) -> Iterator[Remark]:
+    """A remark on gradients that `torch.distributed.pipelining` of PyTorch 2.13 does not compute.
+
+    `stage_backward_input` looks for the graph of the parameters, which are sharded then.
+    """
+    run = compiled.run
+    fsdp = run.zero == 3 and run.fsdp_root_unit and run.pipeline_caches
+    if not (_trains(run) and fsdp and run.reshard_after_forward):
+        return
+    if any(action.kind == "I" for steps in compiled.order for action in flat(steps)):
+        yield Remark(
+            "warning",
+            "Gradients",
+            f"with schedule={run.schedule}, PyTorch 2.13 loses gradients of weights that are "
+            "sharded when their backward begins: its weight half skips them. Set "
+            "reshard_after_forward=false, which torchtitan does with pp.",
+        )
 
 
 def _how_to_reduce(category: str, run: Run) -> str:

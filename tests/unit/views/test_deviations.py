@@ -93,6 +93,20 @@ def test_tensor_parallelism_that_leaves_the_node_is_said(
     assert "tp=16 crosses the NVLink domain of 8 GPUs" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("settings", "lost"),
+    [
+        ({"schedule": "zbv"}, True),
+        ({"schedule": "zbv", "reshard_after_forward": False}, False),
+        ({"schedule": "interleaved"}, False),
+    ],
+)
+def test_gradients_that_pytorch_loses_are_said(settings: dict[str, Any], lost: bool) -> None:
+    run = {"pp": 2, "vpp": 2, "dp": 2, "zero": 3, "framework": "torchtitan", "seq_length": 128}
+    found = sw.compile("llama3-8b", layers=4, global_batch_size=16, **run, **settings)
+    assert any(remark.about == "Gradients" for remark in remarks(found)) == lost
+
+
 @pytest.mark.numerics
 def test_stages_with_fewer_layers_are_not_named_where_one_of_these_is_the_busiest() -> None:
     def said(**settings: Any) -> bool:

@@ -310,7 +310,10 @@ class Stage:
         """Add rows that receive values, or gradients, from the neighbouring stage."""
         forward = action.forward
         source = self.place.before if forward else self.place.after
-        if source is None or not self._is_message(forward=forward):
+        if source is None:
+            return
+        if not self._is_message(forward=forward):
+            self._keep_local(action)
             return
         for tag, value in enumerate(self._messages(self.arriving, self.leaving, action)):
             if self.place.shared:
@@ -325,6 +328,18 @@ class Stage:
             self.values.receive(
                 received, name, value.size, touch, t.phase, self.habits.message_buffers()
             )
+
+    def _keep_local(self, action: ActionRows) -> None:
+        """Add buffers of values, or gradients, of a stage on the same rank, where these are kept.
+
+        The buffers of the last step hold them until those of this step replace them.
+        """
+        buffers = self.habits.message_buffers()
+        for value in self._messages(self.arriving, self.leaving, action) if buffers else ():
+            name = f"{_message_prefix(value, forward=action.forward)}kept"
+            phase = "forward" if action.forward else "backward"
+            kept, touch = LiveValue(value.name, not action.forward), action.touch_by(0)
+            self.values.receive(kept, name, value.size, touch, phase, buffers)
 
     def _is_message(self, *, forward: bool) -> bool:
         """True if the action's input arrives by message or broadcast."""
