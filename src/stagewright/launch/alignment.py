@@ -6,9 +6,10 @@ prefix, are rows of `megatron.csv`.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, cast
 
 from stagewright.files import from_yaml, read_text
@@ -135,21 +136,25 @@ def _nemo_claim(source: LaunchSource) -> ShellCommand | None:
     return ShellCommand((), 1) if source.format == "yaml" and len(sections) > 1 else None
 
 
-def _merged(reading: LaunchFile, data: Mapping[str, Any], seen: tuple[str, ...]) -> dict[str, Any]:
-    """Keys over those of the file in `defaults`, which is read if it is beside the recipe."""
+def _merged(
+    reading: LaunchFile,
+    data: Mapping[str, Any],
+    seen: tuple[str, ...],
+    done: dict[str, dict[str, Any]],
+) -> dict[str, Any]:
+    """Keys over those of the files in `defaults` that are beside the recipe, each read once."""
     names = data.get("defaults", ())
     base: dict[str, Any] = {}
     for name in [names] if isinstance(names, str) else names:
-        path = Path(reading.path).parent / PurePath(str(name)).name
-        beside = str(PurePath(str(name)).parent) == "." and path.is_file()
-        if not beside or str(name) in seen:
+        path = shell.beside(os.path.dirname(reading.path), str(name))
+        if path is None or str(PurePath(str(name)).parent) != "." or str(name) in seen:
             reading.notes.append(f"defaults {name} are not beside the file: they are not read")
             continue
-        text = read_text(path, "a recipe of NeMo-RL", shell.MOST_BYTES)
-        values = from_yaml(text, path)
-        if isinstance(values, dict):
-            inner = cast("dict[str, Any]", values)
-            base = _over(base, _merged(reading, inner, (*seen, str(name))))
+        if str(name) not in done:
+            values = from_yaml(read_text(path, "a recipe of NeMo-RL", shell.MOST_BYTES), path)
+            inner = cast("dict[str, Any]", values if isinstance(values, dict) else {})
+            done[str(name)] = _merged(reading, inner, (*seen, str(name)), done)
+        base = _over(base, done[str(name)])
     return _over(base, {key: value for key, value in data.items() if key != "defaults"})
 
 
@@ -164,7 +169,7 @@ def _over(base: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_nemo(source: LaunchSource, _: ShellCommand) -> LaunchFile:
     reading = LaunchFile(source.path, "NeMo-RL")
-    data = _merged(reading, source.data or {}, ())
+    data = _merged(reading, source.data or {}, (), {})
     given = [*data_flags(data, "nemo_rl"), *_more(source)]
     on = {flag.name: "".join(flag.values) for flag in given if flag.name.endswith("_cfg.enabled")}
     of_megatron = on.get("policy.megatron_cfg.enabled", "true") == "true" and (

@@ -23,6 +23,8 @@ class Token(NamedTuple):
     is_word: bool
     body: str | None = None
     """Text of a here-document that follows the word."""
+    plain: bool = False
+    """The here-document is not expanded: its delimiter is quoted."""
 
 
 class Lexer:
@@ -70,11 +72,12 @@ class Lexer:
                     i += 1
                 end = self.word_end(i)
                 delimiter = text[i:end].strip("'\"").replace("\\", "")
-                tokens.append(Token(delimiter, line, False, ""))
+                plain = delimiter != text[i:end]
+                tokens.append(Token(delimiter, line, False, "", plain))
                 awaited.append((len(tokens) - 1, delimiter, dash))
                 i = end
-            elif text.startswith("((", i):
-                end = self._paren_end(i, 0)
+            elif text.startswith(("((", "<(", ">("), i):
+                end = self._paren_end(i + (c != "("), 0)
                 tokens.append(Token(text[i:end], line, True))
                 line += text.count("\n", i, end)
                 i = end
@@ -129,12 +132,13 @@ class Lexer:
         if c == '"':
             j = i + 1
             while j < len(text) and text[j] != '"':
-                j = j + 1 if text[j] == "'" else self.unit_end(j, depth + 1)
+                literal = text[j] == "'" or text.startswith("$'", j)
+                j = j + 1 if literal else self.unit_end(j, depth + 1)
             if j >= len(text):
                 self.fail("a quote is never closed", i)
             return j + 1
-        if c == "`":
-            return self._find("`", i)
+        if c == "`" or text.startswith("$'", i):
+            return self._escaped_end(i + (c == "$"))
         if c == "$" and text.startswith("(", i + 1):
             return self._paren_end(i + 1, depth + 1)
         if c == "$" and text.startswith("{", i + 1):
@@ -151,6 +155,13 @@ class Lexer:
         if end < 0:
             self.fail("a quote is never closed", i)
         return end + 1
+
+    def _escaped_end(self, i: int) -> int:
+        """Position behind the next quote of the kind at `i` that has no backslash before it."""
+        end = re.compile(rf"(?:[^\\{self.text[i]}]|\\.)*+{self.text[i]}", re.DOTALL)
+        if (match := end.match(self.text, i + 1)) is None:
+            self.fail("a quote is never closed", i)
+        return match.end()
 
     def _paren_end(self, i: int, depth: int) -> int:
         """Position behind the parenthesis that closes the one at `i`."""
@@ -174,10 +185,13 @@ def braces(raw: str, path: str) -> list[str]:
     >>> braces("a{b,c}{1..3..2}", "script"), braces("${A[@]} '{a,b}'", "script")
     (['ab1', 'ab3', 'ac1', 'ac3'], ["${A[@]} '{a,b}'"])
     """
-    lexer, i = Lexer(raw, path), 0
+    lexer, i, tried = Lexer(raw, path), 0, 0
     if "{" not in raw:
         return [raw]
     while i < len(raw):
+        tried += raw[i] == "{"
+        if tried * len(raw) > 1_000_000:
+            lexer.fail("braces make too many words", i)
         if raw[i] == "{" and (found := _choices(lexer, i)):
             choices, end = found
             rest = braces(raw[end:], path)

@@ -6,10 +6,10 @@ model; torchtitan's names one, beside the others MODEL is given.
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 from stagewright.files import read_text
@@ -79,7 +79,7 @@ def _read_torchtitan(source: LaunchSource, command: ShellCommand) -> LaunchFile:
     if source.format == "python" and "config" not in data:
         data = {"activation_checkpoint": "SelectiveAC.Config()"} | data  # its default
     flags = [*data_flags(data, "torchtitan")]
-    if config is not None and (path := Path(Path(source.path).parent, config)).is_file():
+    if config is not None and (path := shell.beside(os.path.dirname(source.path), config)):
         text = read_text(path, "a job configuration of torchtitan", shell.MOST_BYTES)
         try:
             flags += data_flags(tomllib.loads(text), "torchtitan")

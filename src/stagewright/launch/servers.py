@@ -7,10 +7,11 @@ and the step of decode that the load amounts to, for `simulate`.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, NamedTuple, cast
 
 from stagewright.errors import UserError
@@ -128,9 +129,8 @@ def _file(reading: LaunchFile, source: LaunchSource, name: str) -> dict[str, Any
     """Keys of a file that the script writes, or that is beside it."""
     assert source.script is not None
     text = source.script.files.get(name)
-    path = Path(Path(source.path).parent, name)
-    if text is None and not unknown_names(name) and not PurePath(name).is_absolute():
-        text = read_text(path, "options of a server", shell.MOST_BYTES) if path.is_file() else None
+    if text is None and (path := shell.beside(os.path.dirname(source.path), name)):
+        text = read_text(path, "options of a server", shell.MOST_BYTES)
     if text is None:
         reading.notes.append(f"{shown(name)}, a file of options, is not here: they are not read")
         return {}

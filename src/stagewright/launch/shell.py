@@ -37,11 +37,14 @@ _MOST_TEXT = 1 << 22
 _MARK = re.compile("\0([^\0]*)\0")
 _PARAMETER = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _NAME = re.compile(r"[A-Za-z_]\w*")
+_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{1,2})|([0-7]{1,3})|(.))", re.DOTALL)
 _REDIRECTIONS = frozenset({"&>>", "&>", ">>", ">&", "<<<", "<&", "<>", ">|", "<", ">"})
 _ENDS = frozenset({"\n", ";", "&", "&&", "||", "|", "|&", ")", ";;", ";&", ";;&"})
 _CLASSES = {"[:digit:]": "0-9", "[:alpha:]": "a-zA-Z", "[:alnum:]": "a-zA-Z0-9",
             "[:space:]": " \t\n", "[:upper:]": "A-Z", "[:lower:]": "a-z"}  # fmt: skip
 _DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
+_STARTS = ("sbatch", "srun", "bash", "sh", "/bin/bash", "/bin/sh")
+"""Commands that run what a here-document has."""
 _QUIET = frozenset(
     {"echo", "printf", "cat", "mkdir", "cd", "set", "trap", "sleep", "pkill", "true", ":"}
 )
@@ -108,6 +111,24 @@ def read(text: str, path: str = "script", given: Mapping[str, str] | None = None
     if unused := sorted({*reader.given} - reader.used):
         raise UserError(f"{path}: has no variable {unused[0]} that --set could give")
     return reader.script
+
+
+def beside(folder: str, name: str) -> Path | None:
+    """The file that a script in a folder names; None: none in its repository.
+
+    Neither `..` nor a link leads out of it, so that a script of others opens nothing else. Without
+    a repository it is the working folder, for scripts elsewhere their own.
+    """
+    if not name or unknown_names(name) or os.path.isabs(name):
+        return None
+    try:
+        start, path, here = Path(folder).resolve(), Path(folder, name).resolve(), Path.cwd()
+        roots = (up for up in (start, *start.parents) if (up / ".git").exists())
+        root = next(roots, here if start.is_relative_to(here) else start)
+        inside = path.is_relative_to(root) and ".git" not in path.relative_to(root).parts
+        return path if inside and path.is_file() else None
+    except (OSError, ValueError, RuntimeError):  # a name that is too long, links in a circle
+        return None
 
 
 class _Exit(Exception):
@@ -448,10 +469,15 @@ class _Reader:
             self._note(self.tokens[i].line, "a loop over lines that are read is not followed")
 
         def turns() -> Iterator[None]:
-            self.assumed = False
-            while run and self._condition(start, "do", True)[1] is (not until):
+            while run:
+                self.assumed = False
+                if self._condition(start, "do", True)[1] is not (not until):
+                    break
+                waits, self.assumed, tested = self.assumed, False, {*self.tested}
+                before = [self.arguments, *map(self.script.variables.get, tested)]
                 yield
-                if self.assumed:  # that a command succeeds, which it does not for ever
+                same = before == [self.arguments, *map(self.script.variables.get, tested)]
+                if waits or (same and self.assumed):  # commands do not succeed for ever
                     break
 
         return self._loop(end, turns())
@@ -478,20 +504,20 @@ class _Reader:
     # -- simple commands
 
     def _simple(self, i: int, run: bool) -> tuple[int, bool | None]:
-        raw, body, line = list[Token](), None, self.tokens[i].line
-        start, target, inputs = i, "", False
+        raw, line = list[Token](), self.tokens[i].line
+        start, target, source = i, "", None
         while i < len(self.tokens):
             token = self.tokens[i]
             if token.body is not None:
-                body = token.body
+                source = token
             elif token.is_word:
                 raw.append(token)
             elif token.text in _REDIRECTIONS:
                 i += 1
                 if token.text in (">", ">>") and i < len(self.tokens):
                     target = token.text + self.tokens[i].text
-                elif token.text == "<<<" and raw and raw[0].text == "read":
-                    inputs = True
+                elif token.text == "<<<" and i < len(self.tokens):
+                    source = self.tokens[i]
             elif token.text in _ENDS:
                 break
             else:
@@ -499,21 +525,59 @@ class _Reader:
             i += 1
         if i == start:
             self._unexpected(i)
-        if run and inputs:
-            self._hide([token.text for token in raw[1:]])
+        body = self._input(raw, source) if run and source else None
+        name = next((token.text for token in raw if not ASSIGNMENT.match(token.text)), "")
+        if body is not None and name == "cat" and target:
+            path, files = self._text(target.lstrip(">")), self.script.files
+            old = files.get(path, "") if target.startswith(">>") else ""
+            files[path] = self._count(old + body)
+        elif body is not None and name == "read":
+            self._read(raw, body)
             return i, True
-        if run and body is not None and len(raw) > 0:
-            self._keep(raw, body, target)
         return i, self._run(raw, body, line) if run else True
 
-    def _keep(self, raw: list[Token], body: str, target: str) -> None:
-        """Keep a here-document that `cat` writes into a file, or `read` into a variable."""
-        if raw[0].text == "cat" and target:
-            name, files = self._text(target.lstrip(">")), self.script.files
-            old = files.get(name, "") if target.startswith(">>") else ""
-            files[name] = self._count(old + self._text(body, quoted=True))
-        elif raw[0].text == "read" and len(raw) > 1:
-            self._assign(raw[-1].text, self._text(body, quoted=True))
+    def _input(self, raw: list[Token], source: Token) -> str | None:
+        """Text of a here-document, or of a word behind `<<<`, for commands that are followed."""
+        if not {token.text for token in raw} & {"cat", "read", *_STARTS}:
+            return None
+        if source.body is None:
+            return self._text(source.text) + "\n"
+        if source.plain:
+            return source.body
+        # Quotes have no meaning in it: a backslash before one stays.
+        body = re.sub(r"\\(.)", lambda m: "\\" * (m[1] == '"') + m[0], source.body, flags=re.DOTALL)
+        return self._text(body, quoted=True)
+
+    def _read(self, raw: list[Token], text: str) -> None:
+        """`read` of a text: the first line, or with `-d ''` all of it, split among variables."""
+        separators, names, array, whole = " \t\n", list[str](), "", False
+        words = iter(token.text for token in raw)
+        for word in words:
+            match = ASSIGNMENT.match(word)
+            if match and match[1] == "IFS" and not names:
+                separators = self._text(word[match.end() :])
+            elif re.fullmatch("-[a-zA-Z]*a", word):
+                array = next(words, "")
+            elif re.fullmatch("-[a-zA-Z]*[dinNptu]", word):
+                whole = self._text(next(words, "")) == "" and word[-1] == "d"
+            elif _NAME.fullmatch(word) and word != "read":
+                names.append(word)
+        text = text if whole else text.partition("\n")[0]
+        text = text if separators.strip() else text.strip()
+        if not array and len(names) < 2:
+            for name in names:
+                self._assign(name, text)
+            return
+        if unknown_names(text):
+            self._hide([*names, array])
+            return
+        split = f"[{re.escape(separators)}]" if separators.strip() else "[ \t\n]+"
+        items = re.split(split, text, maxsplit=0 if array else len(names) - 1)
+        items = items[:-1] if items[-1] == "" else items
+        if array:
+            self._assign(array, [*items])
+        for name, item in zip(names, [*items, *[""] * len(names)], strict=False):
+            self._assign(name, item)
 
     def _run(self, raw: list[Token], body: str | None, line: int) -> bool | None:
         assignments: list[tuple[re.Match[str], str]] = []
@@ -602,8 +666,8 @@ class _Reader:
             case "break" | "continue" | "return":
                 pass
             case "shift":
-                count = self._number(rest[0]) if rest else 1
-                self.arguments = self.arguments[count or 0 :]
+                count = (self._number(rest[0]) if rest else 1) or 0
+                self.arguments = self.arguments[count if count <= len(self.arguments) else 0 :]
             case "set" if "--" in rest:
                 self.arguments = rest[rest.index("--") + 1 :]
             case "set" if rest and rest[0][:1] not in "-+":
@@ -628,7 +692,7 @@ class _Reader:
                 text = _formatted(rest[2], rest[3:])
                 self._assign(rest[1], unknown(rest[1]) if text is None else text)
             case _ if self.printed is not None:
-                self._print(name, rest)
+                self._print(name, rest, body)
             case _:
                 self._record(words, body, line)
         return True
@@ -666,8 +730,8 @@ class _Reader:
         before, text = self.before, None
         if texts:
             self.before, text = (*before, *words[: texts[0][0]]), texts[0][1]
-        elif body is not None and words[0] in ("sbatch", "srun", "bash", "sh"):
-            self.before, text = (*before, *words), body
+        elif body is not None and words[0] in _STARTS:
+            self.before, text = (*before, *words), self._with_variables(body)
         if text is None:
             self.script.commands.append(ShellCommand((*before, *words), line))
             return
@@ -675,6 +739,18 @@ class _Reader:
             self.run_text(text, line)
         finally:
             self.before = before
+
+    def _with_variables(self, text: str) -> str:
+        """A text in which values from outside are variables, to be read as commands."""
+
+        def variable(mark: re.Match[str]) -> str:
+            name = mark[1]
+            if not _PARAMETER.fullmatch(name):
+                name = f"_OUTPUT{len(self.script.variables)}"
+                self._assign(name, mark[0])
+            return f"${{{name}}}"
+
+        return _MARK.sub(variable, text)
 
     def _call(self, name: str, arguments: list[str]) -> bool | None:
         if self.depth > DEEPEST:
@@ -699,8 +775,7 @@ class _Reader:
 
     def _source(self, name: str, line: int) -> None:
         """Follow a file beside the script; a path that is absolute or unknown is not opened."""
-        path = Path(self.folder, name)
-        if unknown_names(name) or not name or os.path.isabs(name) or not path.is_file():
+        if (path := beside(self.folder, name)) is None:
             self.script.missing.append(shown(name))
             return
         text = read_text(path, "a script that is sourced", MOST_BYTES)
@@ -793,6 +868,8 @@ class _Reader:
                 return self.path
             case "PWD":
                 return "."
+            case "IFS":
+                return " \t\n"
             case "?" | "$" | "!" | "RANDOM" | "SECONDS" | "HOSTNAME":
                 return unknown(f"$({name})")
             case "-":
@@ -808,6 +885,11 @@ class _Reader:
 
     # -- expansion
 
+    def _separators(self) -> str:
+        """Characters of IFS, at which words are split."""
+        value = self.script.variables.get("IFS")
+        return value if isinstance(value, str) and not unknown_names(value) else " \t\n"
+
     def _text(self, raw: str, quoted: bool = False) -> str:
         """A word as one text."""
         return self._count("".join(
@@ -821,11 +903,14 @@ class _Reader:
             return [field for word in words for field in self._fields(word)]
         fields: list[str] = []
         open_: str | None = None
-        separators = self.script.variables.get("IFS")
+        if raw.startswith(("<(", ">(")):
+            return [raw]
+        separators = self._separators()
         for splits, piece in self._pieces(raw):
-            if splits and isinstance(separators, str) and separators.strip():
+            if splits and {*separators} != {*" \t\n"}:
                 text = piece if isinstance(piece, str) else " ".join(piece)
-                items: list[str] = re.split(f"[{re.escape(separators)}]", text)
+                pattern = f"[{re.escape(separators)}]" + "+" * (not separators.strip())
+                items: list[str] = re.split(pattern, text) if separators else [text]
                 piece = items[:-1] if items[-1] == "" else items
             if isinstance(piece, list):
                 for number, item in enumerate(piece):
@@ -858,7 +943,8 @@ class _Reader:
         while i < len(raw):
             self._count()
             c = raw[i]
-            end = i + 1 if quoted and c in "'\"" else lexer.unit_end(i, 0)
+            ansi = raw.startswith("$'", i)
+            end = i + 1 if quoted and (c in "'\"" or ansi) else lexer.unit_end(i, 0)
             unit = raw[i:end]
             if c == "\\":
                 plain = unit[1:] if not quoted or unit[1:] in '$`"\\\n' else unit
@@ -866,12 +952,14 @@ class _Reader:
             elif c == "'" and not quoted:
                 yield False, unit[1:-1]
             elif c == '"' and not quoted:
-                yield False, ""
-                yield from ((False, piece) for _, piece in self._pieces(unit[1:-1], True))
+                pieces = [piece for _, piece in self._pieces(unit[1:-1], True)]
+                if not pieces or any(piece != [] for piece in pieces):  # "$@" may be no word
+                    yield False, ""
+                yield from ((False, piece) for piece in pieces)
             elif c in "'\"":
                 yield False, c
             elif c == "`":
-                yield not quoted, self._output(unit[1:-1])
+                yield not quoted, self._output(re.sub(r"\\([`\\$])", r"\1", unit[1:-1]))
             elif unit.startswith("$(("):
                 yield not quoted, self._arithmetic(unit[3:-2])
             elif unit.startswith("$("):
@@ -881,10 +969,9 @@ class _Reader:
             elif c == "$" and (name := _PARAMETER.match(raw, i + 1)):
                 end = name.end()
                 yield from self._parameter(name[0], quoted)
-            elif c == "$" and raw.startswith("$'", i):
-                end = lexer.unit_end(i + 1, 0)
-                text = raw[i + 2 : end - 1].replace("\\n", "\n").replace("\\t", "\t")
-                yield False, re.sub(r"\\(.)", r"\1", text)
+            elif ansi and not quoted:
+                text = re.sub(_ESCAPE, _unescaped, raw[i + 2 : end - 1])
+                yield False, re.sub("[\0-\x08\x0e-\x1f]", "", text)
             else:
                 while end < len(raw) and raw[end] not in "\\'\"`$":
                     end += 1
@@ -925,14 +1012,15 @@ class _Reader:
             if not everything and name not in ("@", "*"):
                 value = value[0] if value else ""
             elif "*" in (index, name) and quoted:
-                separator = self._value("IFS")
-                value = (separator[:1] if isinstance(separator, str) else " ").join(value)
+                value = self._separators()[:1].join(value)
             elif quoted:
                 yield False, value
                 return
             else:
-                separator = self.script.variables.get("IFS")
-                value = (separator[:1] if isinstance(separator, str) else " ").join(value)
+                value = (self._separators()[:1] or " ").join(value)
+        elif value is None and everything and quoted and "*" not in (index, name):
+            yield False, []
+            return
         elif value is None:
             value = "" if everything else unknown(name)
         yield not quoted, value
@@ -972,6 +1060,8 @@ class _Reader:
         if not isinstance(value, str) or unknown_names(value) or len(value) > 4000:
             return value if value is None else unknown(name)
         if sign in ("^", "^^", ",", ",,"):
+            if word:
+                return unknown(name)
             change: Callable[[str], str] = str.upper if sign[0] == "^" else str.lower
             return change(value) if len(sign) > 1 else change(value[:1]) + value[1:]
         if sign in ("/", "//"):
@@ -1044,7 +1134,7 @@ class _Reader:
              self.status) = state  # fmt: skip
             self._restore(before)
 
-    def _print(self, name: str, words: list[str]) -> None:
+    def _print(self, name: str, words: list[str], body: str | None) -> None:
         """Add what a command prints to the output that is read; raises _Unfollowed for others."""
         assert self.printed is not None
         options = [word for word in words if re.fullmatch("-[a-zA-Z]+", word)]
@@ -1059,6 +1149,8 @@ class _Reader:
                 text = " ".join(words[begin:])
             case "printf" if words:
                 text = _formatted(words[0].removesuffix("\\n"), words[1:])
+            case "cat" if body is not None and not words:
+                text = body.removesuffix("\n")
             case "pwd":
                 text = self.place
             case "dirname" if plain:
@@ -1214,6 +1306,14 @@ def _finds(text: str, pattern: str) -> bool | None:
         return re.search(pattern, text[:200]) is not None
     except (re.error, RecursionError):
         return None
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    """A character of `$'...'` by its escape."""
+    hexadecimal, octal, letter = match.groups()
+    if letter is None:
+        return chr(int(hexadecimal, 16) if hexadecimal else int(octal, 8) & 255)
+    return {"n": "\n", "t": "\t", "r": "\r"}.get(letter, letter)
 
 
 def _formatted(pattern: str, values: list[str]) -> str | None:

@@ -52,6 +52,11 @@ def words(text: str, **given: str) -> list[str]:
         ('srun -N 2 bash -c "cd x; python t.py $((1+1))"', "srun -N 2 python t.py 2"),
         ("CMD='run --a 1'\neval $CMD", "run --a 1"),
         ("sbatch <<EOF\n#SBATCH --nodes=4\nsrun run $((2*2))\nEOF", "sbatch srun run 4"),
+        (
+            'N=4\nsbatch <<EOF\n#SBATCH -N $N\nK=2\nrun \\$K $N "\\${X:-a b}" $(date) $Y\nEOF',
+            "sbatch|run|2|4|a b|$(date)|$Y",
+        ),
+        ("K=1\nbash <<'EOF'\nrun $K '$K'\nEOF", "bash run 1 $K"),
         ("run $HOME $1 $(rm -rf ~)", "run|$HOME|$1|$(rm -rf ~)"),
         ("D=$(dirname $0)\nrun $D/x $(basename a/b.sh .sh)", "run ./x b"),
         ("f() { echo $((2*$1)); }\nrun $(f 4) $(if [ $(f 1) = 2 ]; then echo b; fi)", "run 8 b"),
@@ -111,6 +116,23 @@ def test_headers_and_sourced_files(tmp_path: Path) -> None:
     assert script.missing == ["/etc/profile", "no.sh"]
 
 
+def test_a_script_opens_nothing_outside_its_repository(tmp_path: Path) -> None:
+    """Links and `..` lead to files of the repository, and to nothing else."""
+    folder, outside = tmp_path / "repository" / "launch", tmp_path / "sizes.sh"
+    folder.mkdir(parents=True)
+    for place in (outside, folder.parent / "sizes.sh"):
+        place.write_text("LAYERS=3\n")
+    (folder / "link.sh").symlink_to(outside)
+    text = "source ../sizes.sh\nsource ../../sizes.sh\nsource link.sh\nrun ${LAYERS:-1}"
+    script = read(text, str(folder / "train.sh"))
+    assert script.missing == ["../sizes.sh", "../../sizes.sh", "link.sh"]
+    (folder.parent / ".git").mkdir()
+    (folder.parent / ".git" / "config").write_text("LAYERS=4\n")
+    script = read(f"{text}\nsource ../.git/config", str(folder / "train.sh"))
+    assert script.missing == ["../../sizes.sh", "link.sh", "../.git/config"]
+    assert script.commands[-1].words == ("run", "3")
+
+
 DOUBLED = "A=aaaaaaaa\n" + "A=$A$A\n" * 60
 HOSTILE = {
     "expansion": DOUBLED + "run $A",
@@ -120,6 +142,7 @@ HOSTILE = {
     "loop": "for ((i=0; i>=0; i++)); do run; done",
     "while": "while [ 1 -eq 1 ]; do X=$X.; done",
     "nested quotes": "run " + '"$(echo ' * 2000 + "x",
+    "braces": "run " + "{" * 200_000,
     "nested braces": "run " + "${A:-" * 5000 + "}" * 5000,
     "parentheses": "(" * 5000,
     "arithmetic": "run $((" + "9**" * 60 + "9))\nrun $((" + "(" * 400 + "))",
