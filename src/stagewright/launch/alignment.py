@@ -15,18 +15,19 @@ from typing import Any, cast
 from stagewright.files import from_yaml, read_text
 from stagewright.launch import megatron, shell
 from stagewright.launch.reading import (
+    NO_COMMAND,
     Flag,
     LaunchFile,
     LaunchSource,
-    Line,
     Tool,
     apply,
     data_flags,
     parse,
+    program_of,
     started_gpus,
     switched,
 )
-from stagewright.launch.shell import ShellCommand, shown
+from stagewright.launch.shell import ShellCommand
 from stagewright.launch.tables import canonical, row_of, table
 
 _OF_MEGATRON = ("megatron", "override_optimizer_config")
@@ -56,14 +57,11 @@ def _finish(
     """What follows from several keys: defaults, the batch of an update, the model."""
     settings = reading.settings
     if of_megatron:
-        defaults = {"precision": "bf16", "zero": 1, "moe_token_dispatcher_type": "alltoall"}
-        settings |= defaults | settings
+        settings |= megatron.MEGATRON_DEFAULTS | settings
         megatron.follow(reading, given, names)
     else:
-        settings |= {"zero": settings.get("zero", 3)}
+        settings.setdefault("zero", 3)
         settings.setdefault("precision", "bf16")
-        if "clip_grad" in settings:
-            settings["clip_grad"] = bool(settings["clip_grad"])
         if settings.get("cp", 1) > 1:
             settings["cp_comm_type"] = "a2a"
     if settings.get("lora_rank") == 0:
@@ -72,12 +70,7 @@ def _finish(
     model = next((flag for flag in given.values() if flag.row and flag.row.ours == "model.name"),
                  None)  # fmt: skip
     text = "".join(model.values) if model else ""
-    if preset := megatron.preset_of(text):
-        settings["model"] = preset
-        reading.lines.append(Line(model.name if model else "", shown(text), f"model {preset}"))
-        return
-    why = f"the model is {shown(text)[:60]}, which is no preset" if text else "names no model"
-    reading.needs["model"] = f"{why}; name one: MODEL --config {reading.path}"
+    reading.name_model(model.name if model else "", text)
 
 
 def _overrides(words: Sequence[str]) -> Iterator[Flag]:
@@ -133,7 +126,7 @@ def _read_verl(source: LaunchSource, command: ShellCommand) -> LaunchFile:
 def _nemo_claim(source: LaunchSource) -> ShellCommand | None:
     data = source.data or {}
     sections = {"defaults", "policy", "cluster", "grpo"} & data.keys()
-    return ShellCommand((), 1) if source.format == "yaml" and len(sections) > 1 else None
+    return NO_COMMAND if source.format == "yaml" and len(sections) > 1 else None
 
 
 def _merged(
@@ -241,7 +234,7 @@ def _bridge_command(source: LaunchSource) -> ShellCommand | None:
               for key in data[of]}  # fmt: skip
     sizes = ("batch_size", "parallel_size", "train_iters")
     if source.format == "yaml" and any(name.endswith(sizes) for name in fields):
-        return ShellCommand((), 1)
+        return NO_COMMAND
     named = source.first_with("run_recipe.py", "setup_experiment.py")
     return named or source.first(lambda command: any(map(_FIELD.match, command.words)))
 
@@ -249,7 +242,7 @@ def _bridge_command(source: LaunchSource) -> ShellCommand | None:
 def _read_bridge(source: LaunchSource, command: ShellCommand) -> LaunchFile:
     reading = LaunchFile(source.path, "Megatron-Bridge")
     rows, settings = table("megatron_bridge"), reading.settings
-    before, _, words = megatron.program_of(command)
+    before, _, words = program_of(command)
     options = [f._replace(name=f.name.lstrip("-")) for f in parse(words, [rows]) if f.name]
     fields = [*data_flags(source.data or {}, "megatron_bridge"), *_overrides(words)]
     flags = [*_rows([*options, *fields, *_more(source)], "megatron_bridge")]

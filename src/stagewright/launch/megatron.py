@@ -12,7 +12,7 @@ import ast
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from math import isfinite, lcm
 from pathlib import PurePath
 from typing import Any, cast
@@ -20,8 +20,8 @@ from typing import Any, cast
 from stagewright.errors import UserError
 from stagewright.launch import reading as reads
 from stagewright.launch.reading import Flag, LaunchFile, LaunchSource, Line, Tool, parse, program_of
-from stagewright.launch.shell import ShellCommand, shown, unknown_names
-from stagewright.launch.tables import FlagRow, canonical, table, value_of
+from stagewright.launch.shell import ShellCommand, shown
+from stagewright.launch.tables import canonical, table, value_of
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import LETTERS, StateSpace, Vision, shortest
 from stagewright.model.presets import PRESETS
@@ -107,57 +107,39 @@ def _loose(source: LaunchSource, flag: str) -> ShellCommand | None:
     return None if flag or not words else ShellCommand((_ARGUMENTS, *words), 1)
 
 
-def _read_megatron(source: LaunchSource, command: ShellCommand) -> LaunchFile:
-    reading = LaunchFile(source.path, "Megatron-LM")
+def _read(source: LaunchSource, command: ShellCommand, tool: str) -> LaunchFile:
+    reading = LaunchFile(source.path, tool)
     before, program, words = program_of(command)
-    tables = [table("megatron"), *([table("slime")] if program == _ARGUMENTS else [])]
-    flags = _parsed(reading, (*words, *source.more), tables)
-    _refuse_other(reading, program)
-    given = reads.apply(reading, flags, ignore_unknown=source.ignore_unknown)
-    _check_numbers(reading)
-    _gpus(reading, source, before)
-    follow(reading, given, {flag.row.flag for flag in flags if flag.row})
-    _model(reading, source, given, program)
-    return reading
-
-
-def _read_slime(source: LaunchSource, command: ShellCommand) -> LaunchFile:
-    reading = LaunchFile(source.path, "slime")
-    _, program, words = program_of(command)
-    flags = _parsed(reading, (*words, *source.more), [table("slime"), table("megatron")])
-    _refuse_other(reading, program)
-    given = reads.apply(reading, flags, ignore_unknown=source.ignore_unknown)
-    _check_numbers(reading)
-    # slime sets these itself: backends/megatron_utils/arguments.py
-    defaults = {"precision": "bf16", "zero": 1, "moe_token_dispatcher_type": "alltoall"}
-    reading.settings = defaults | reading.settings
-    follow(reading, given, {flag.row.flag for flag in flags if flag.row})
-    update(reading)
-    _model(reading, source, given, program)
-    reading.notes.append(_other_passes({flag.row.flag for flag in flags if flag.row}))
-    return reading
-
-
-def _parsed(
-    reading: LaunchFile, words: Sequence[str], tables: Sequence[Mapping[str, FlagRow]]
-) -> list[Flag]:
-    """Flags of a command; words that argparse would refuse are noted."""
+    names = ["slime", "megatron"] if tool == "slime" else ["megatron"]
+    names += ["slime"] if program == _ARGUMENTS else []
     stray: list[str] = []
-    flags = [*parse(words, tables, stray)]
+    flags = [*parse((*words, *source.more), map(table, names), stray)]
     reading.notes += [
         f"{text[:40]!r} belongs to no flag and is left out; the program would refuse it"
         for text in stray[:3]
     ]
-    return flags
-
-
-MEGATRON = Tool("Megatron-LM", partial(_command, flag=""), _read_megatron)
-SLIME = Tool("slime", partial(_command, flag="actor-num-nodes"), _read_slime)
-
-
-def _refuse_other(reading: LaunchFile, program: str) -> None:
     if _OTHER_PROGRAMS.search(program):
         raise reading.fail(f"starts {program}, which runs no training step; wanted one that trains")
+    given = reads.apply(reading, flags, ignore_unknown=source.ignore_unknown)
+    _check_numbers(reading)
+    present = {flag.row.flag for flag in flags if flag.row}
+    if tool == "slime":
+        reading.settings = MEGATRON_DEFAULTS | reading.settings
+        follow(reading, given, present)
+        update(reading)
+    else:
+        _gpus(reading, source, before)
+        follow(reading, given, present)
+    _model(reading, source, given, program)
+    reading.notes += [_other_passes(present)] if tool == "slime" else []
+    return reading
+
+
+MEGATRON_DEFAULTS = {"precision": "bf16", "zero": 1, "moe_token_dispatcher_type": "alltoall"}
+"""Settings of Megatron-LM that tools above it set themselves: slime in
+backends/megatron_utils/arguments.py, verl, NeMo-RL and Megatron-Bridge in their configurations."""
+MEGATRON = Tool("Megatron-LM", partial(_command, flag=""), partial(_read, tool="Megatron-LM"))
+SLIME = Tool("slime", partial(_command, flag="actor-num-nodes"), partial(_read, tool="slime"))
 
 
 # ---- the machine and the batch -------------------------------------------------------------------
@@ -227,8 +209,6 @@ def follow(reading: LaunchFile, given: Mapping[str, Flag], names: set[str]) -> N
     """Settings that follow from several flags, or from one that is absent."""
     settings = reading.settings
     settings["framework"] = "megatron"
-    if "clip_grad" in settings:
-        settings["clip_grad"] = bool(settings["clip_grad"])
     stages = [settings.pop("zero", 0), *(3 for name in ("use-megatron-fsdp", "use-torch-fsdp2")
                                          if name in names)]  # fmt: skip
     strategy = settings.pop("data_parallel_sharding_strategy", None)
@@ -357,8 +337,8 @@ def _model(
         why = (
             f"the model is Python code ({spec.text})" if foreign and spec else _why_no_sizes(source)
         )
-        if not (preset := preset_of(checkpoint)):
-            reading.needs["model"] = f"{why}; name a model: MODEL --config {reading.path}"
+        if not (preset := reads.preset_of(checkpoint)):
+            reading.need_model(why)
             return
         reading.settings["model"] = preset
         reading.notes.append(
@@ -398,31 +378,6 @@ def _of_named_model(reading: LaunchFile, given: Mapping[str, Flag]) -> None:
     rates = [reader.number(name, 0.1) for name in ("hidden-dropout", "attention-dropout")]
     if not any(rates):
         settings["dropout"] = False
-
-
-def preset_of(checkpoint: str) -> str | None:
-    """The preset of a checkpoint, by the name of its folder."""
-    name = PurePath(checkpoint).name
-    return None if not name or unknown_names(name) else _repositories().get(_stem(name))
-
-
-@cache
-def _repositories() -> Mapping[str, str]:
-    """Presets by their names and by those of their repositories; the first one counts."""
-    found: dict[str, str] = {}
-    for name, model in PRESETS.items():
-        found.setdefault(_stem(name), name)
-        if model.source.startswith("https://huggingface.co/"):
-            found.setdefault(_stem(model.source.split("/")[4]), name)
-    return found
-
-
-def _stem(name: str) -> str:
-    """A checkpoint's name without what says how it was trained or stored."""
-    words = re.split(r"[-_]", name.lower())
-    variants = {"instruct", "it", "chat", "base", "hf", "fp8", "int4", "bf16", "2507", "thinking",
-                "meta", "rl"}  # fmt: skip
-    return "-".join(word for word in words if word not in variants)
 
 
 class _Sizes:
@@ -663,10 +618,8 @@ class _Sizes:
                 raise UserError(f"--window-size is {text!r}, wanted two numbers such as 127,0")
             every = self.has("window-attn-skip-freq") or self.has("enable-gpt-oss")
             skip = self.text("window-attn-skip-freq") if self.has("window-attn-skip-freq") else "2"
-            pattern = pattern_of(skip) if every else [1]
-            if isinstance(pattern, int):
-                pattern = [*[1] * (pattern - 1), 0]
-            kinds = ["local" if x else "global" for x in pattern or [1]]
+            pattern = _period_of(skip) if every else [1]
+            kinds = ["local" if x else "global" for x in pattern]
             return {"sliding_window": int(before[1]) + 1, "mixers": shortest(kinds)}
         return {}
 
@@ -676,12 +629,10 @@ class _Sizes:
             return {"mixers": ("indexed",), "index_topk": self.size("dsa-indexer-topk"),
                     "index_n_heads": self.size("dsa-indexer-n-heads"),
                     "index_head_dim": self.size("dsa-indexer-head-dim")}  # fmt: skip
-        pattern = pattern_of(self.text("linear-attention-freq")) if self.has(
-            "linear-attention-freq") else 4  # fmt: skip
-        if isinstance(pattern, int):
-            pattern = [*[1] * (pattern - 1), 0]
+        freq = "linear-attention-freq"
+        pattern = _period_of(self.text(freq) if self.has(freq) else "4")
         return {
-            "mixers": shortest(["gated_delta" if x else "global" for x in pattern or [1]]),
+            "mixers": shortest(["gated_delta" if x else "global" for x in pattern]),
             "state_space": StateSpace(
                 heads=self.size("linear-num-value-heads", 32),
                 head_width=self.size("linear-value-head-dim", 128),
@@ -697,7 +648,7 @@ class _Sizes:
                 return self.size(name)
         notes, tokenizer = self.reading.notes, self.given.get("tokenizer-model")
         named = "".join(tokenizer.values) if tokenizer else ""
-        if (preset := preset_of(named)) is not None:
+        if (preset := reads.preset_of(named)) is not None:
             size = PRESETS[preset].vocab_size
             notes.append(
                 f"the vocabulary is {size}, as {preset} has it (--tokenizer-model {named})"
@@ -769,6 +720,16 @@ def pattern_of(text: str) -> int | list[int] | None:
     if isinstance(value, int):
         return value if 0 < value <= 10_000 else None
     return value if value and all(x in (0, 1) for x in value) else None
+
+
+def _period_of(text: str) -> list[int]:
+    """A pattern as a list, of which the last layer of a period is 0.
+
+    >>> _period_of("4"), _period_of("[1,0]")
+    ([1, 1, 1, 0], [1, 0])
+    """
+    pattern = pattern_of(text)
+    return [*[1] * (pattern - 1), 0] if isinstance(pattern, int) else pattern or [1]
 
 
 def _list_of(node: ast.AST) -> int | list[int]:

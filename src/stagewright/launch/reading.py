@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import PurePath
 from typing import Any, NamedTuple, cast
 
@@ -12,6 +13,7 @@ from stagewright.errors import UserError, either
 from stagewright.launch.shell import Script, ShellCommand, shown, unknown_names
 from stagewright.launch.tables import NUMBER, FlagRow, canonical, row_of, table, value_of
 from stagewright.model.config import ModelConfig
+from stagewright.model.presets import PRESETS
 from stagewright.texttable import Table
 
 
@@ -118,6 +120,21 @@ class LaunchFile:
         """An error about the file."""
         return UserError(f"{self.path}: {message}")
 
+    def need_model(self, why: str) -> None:
+        """Leave the model to the user."""
+        self.needs.setdefault("model", f"{why}; name a model: MODEL --config {self.path}")
+
+    def name_model(self, flag: str, text: str, *others: str) -> str | None:
+        """Set the preset of a checkpoint, or of other spellings of it; leave it to the user."""
+        preset = next(filter(None, map(preset_of, (text, *others))), None)
+        if preset is not None:
+            self.settings["model"] = preset
+            self.lines.append(Line(flag, shown(text), f"model {preset}"))
+        else:
+            is_none = f"the model is {shown(text)[:60]}, which is no preset"
+            self.need_model(is_none if text else "names no model")
+        return preset
+
 
 def _shortened(line: Line) -> str:
     """A flag with its value, in a line of a table."""
@@ -147,6 +164,10 @@ class LaunchSource(NamedTuple):
     def first_with(self, *words: str) -> ShellCommand | None:
         """The first command that has a word with one of these in it."""
         return self.first(lambda c: any(part in word for word in c.words for part in words))
+
+
+NO_COMMAND = ShellCommand((), 1)
+"""What a file of data starts."""
 
 
 class Tool(NamedTuple):
@@ -294,7 +315,9 @@ def apply(reading: LaunchFile, flags: Sequence[Flag], *, ignore_unknown: bool) -
             "--ignore-unknown reads the file without them"
         )
     reading.ignored += [line._replace(meaning=f"not modelled: {line.meaning}") for line in strange]
-    reading.notes += [f"{line.flag} is ignored, though it changes the step" for line in strange]
+    reading.notes += [f"{line.flag} is ignored, though it may change the step" for line in strange]
+    if "clip_grad" in reading.settings:  # the largest norm; 0 clips nothing
+        reading.settings["clip_grad"] = bool(reading.settings["clip_grad"])
     return of_model
 
 
@@ -442,3 +465,31 @@ def word(reading: LaunchFile, flag: Flag, allowed: Sequence[str]) -> str:
     if text not in allowed:
         raise reading.fail(f"{flag.name} is {text!r}, wanted {either(allowed)}")
     return text
+
+
+# ---- models by name ------------------------------------------------------------------------------
+
+
+def preset_of(checkpoint: str) -> str | None:
+    """The preset of a checkpoint, by the name of its folder."""
+    name = PurePath(checkpoint).name
+    return None if not name or unknown_names(name) else _repositories().get(_stem(name))
+
+
+@cache
+def _repositories() -> Mapping[str, str]:
+    """Presets by their names and by those of their repositories; the first one counts."""
+    presets: dict[str, str] = {}
+    for name, model in PRESETS.items():
+        presets.setdefault(_stem(name), name)
+        if model.source.startswith("https://huggingface.co/"):
+            presets.setdefault(_stem(model.source.split("/")[4]), name)
+    return presets
+
+
+def _stem(name: str) -> str:
+    """A checkpoint's name without what says how it was trained or stored."""
+    words = re.split(r"[-_]", name.lower())
+    variants = {"instruct", "it", "chat", "base", "hf", "fp8", "int4", "bf16", "2507", "thinking",
+                "meta", "rl"}  # fmt: skip
+    return "-".join(word for word in words if word not in variants)

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from stagewright.files import read_text
 from stagewright.launch import shell
-from stagewright.launch.megatron import preset_of
 from stagewright.launch.reading import (
+    NO_COMMAND,
     Flag,
     LaunchFile,
     LaunchSource,
@@ -25,15 +25,13 @@ from stagewright.launch.reading import (
     check_whole,
     data_flags,
     parse,
+    preset_of,
     program_of,
     started_gpus,
 )
 from stagewright.launch.shell import ShellCommand
 from stagewright.launch.tables import canonical, row_of, table
 from stagewright.model.presets import PRESETS
-
-_NOTHING = ShellCommand((), 1)
-"""What a file of data starts."""
 
 
 def _without(flags: Iterable[Flag], *names: str) -> tuple[list[Flag], dict[str, int]]:
@@ -48,20 +46,15 @@ def _without(flags: Iterable[Flag], *names: str) -> tuple[list[Flag], dict[str, 
     return kept, numbers
 
 
-def _truth(settings: dict[str, Any], *names: str) -> None:
-    """Norms of 0 and the like as switches."""
-    settings |= {name: bool(settings[name]) for name in names if name in settings}
-
-
 # ---- torchtitan ----------------------------------------------------------------------------------
 
 
 def _torchtitan_command(source: LaunchSource) -> ShellCommand | None:
     if source.format == "toml" and source.data is not None:
         sections = {"training", "parallelism"} & source.data.keys()
-        return _NOTHING if sections and "model" in source.data else None
+        return NO_COMMAND if sections and "model" in source.data else None
     if source.format == "python":
-        return _NOTHING if source.data is not None else None
+        return NO_COMMAND if source.data is not None else None
     rows = table("torchtitan")
     options = re.compile(r"--[^=]+\.[^=]+")
     return source.first(lambda command: any(
@@ -86,7 +79,7 @@ def _read_torchtitan(source: LaunchSource, command: ShellCommand) -> LaunchFile:
         except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise reading.fail(f"{config}: {error}") from None
     elif config is not None:
-        reading.needs["model"] = f"{config} is not here; name a model: MODEL --config {source.path}"
+        reading.need_model(f"{config} is not here")
     kept, batch = _without(
         iter([*flags, *given]), "training.local_batch_size", "training.batch_size"
     )
@@ -96,7 +89,6 @@ def _read_torchtitan(source: LaunchSource, command: ShellCommand) -> LaunchFile:
                           "tokens_of_microbatch", "pp_microbatches"))  # fmt: skip
     settings["framework"] = "torchtitan"
     started_gpus(reading, source, program_of(command)[0])
-    _truth(settings, "clip_grad")
     settings.setdefault("recompute", "none")
     settings.setdefault("launch_mode", "eager")
     settings["sequence_parallel"] = settings.get("tp", 1) > 1 and settings.get(
@@ -189,8 +181,7 @@ def _named_model(reading: LaunchFile, given: Mapping[str, Flag]) -> None:
         reading.notes.append(note)
         return
     name = reading.settings.pop("model", name)
-    why = f"the sizes of {name} are in Python code; name a model: MODEL --config {reading.path}"
-    reading.needs.setdefault("model", why)
+    reading.need_model(f"the sizes of {name} are in Python code")
 
 
 # ---- DeepSpeed and Accelerate --------------------------------------------------------------------
@@ -202,11 +193,11 @@ _OF_DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_b
 
 def _deepspeed_claim(source: LaunchSource) -> ShellCommand | None:
     found = source.format == "json" and source.data and {*_OF_DEEPSPEED} & source.data.keys()
-    return _NOTHING if found else None
+    return NO_COMMAND if found else None
 
 
 def _accelerate_claim(source: LaunchSource) -> ShellCommand | None:
-    return _NOTHING if source.data and "distributed_type" in source.data else None
+    return NO_COMMAND if source.data and "distributed_type" in source.data else None
 
 
 _WHOLE = (
@@ -221,8 +212,7 @@ def _read_keys(source: LaunchSource, tool: str, name: str) -> LaunchFile:
     reading = LaunchFile(source.path, name)
     apply(reading, [*data_flags(source.data or {}, tool)], ignore_unknown=source.ignore_unknown)
     check_whole(reading, _WHOLE)
-    _truth(reading.settings, "clip_grad")
-    reading.needs["model"] = f"names no model; name one: MODEL --config {source.path}"
+    reading.need_model("names no model")
     return reading
 
 

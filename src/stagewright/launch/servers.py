@@ -17,12 +17,10 @@ from typing import Any, NamedTuple, cast
 from stagewright.errors import UserError
 from stagewright.files import from_yaml, read_text
 from stagewright.launch import shell
-from stagewright.launch.megatron import preset_of
 from stagewright.launch.reading import (
     Flag,
     LaunchFile,
     LaunchSource,
-    Line,
     Tool,
     apply,
     data_flags,
@@ -175,16 +173,11 @@ def _model(reading: LaunchFile, text: str) -> str | None:
     name = PurePath(text).name.lower()
     stored = next((word for word in _STORED if re.search(rf"[-_]{word}(?![a-z0-9])", name)), "")
     base = re.sub(r"[-_]\d{4}$", "", re.split(rf"[-_]{stored}", name)[0] if stored else name)
-    if preset := preset_of(text) or preset_of(base):
-        reading.settings["model"] = preset
-        reading.lines.append(Line("model", shown(text), f"model {preset}"))
-        if stored and reading.settings.setdefault("weight_precision", _STORED[stored]):
-            given = reading.settings["weight_precision"]
-            reading.notes.append(f"weights are {given}, after {shown(text)}")
-        return preset
-    why = f"the model is {shown(text)}, which is no preset" if text else "names no model"
-    reading.needs["model"] = f"{why}; name one: MODEL --config {reading.path}"
-    return None
+    preset = reading.name_model("model", text, base)
+    if preset and stored and reading.settings.setdefault("weight_precision", _STORED[stored]):
+        given = reading.settings["weight_precision"]
+        reading.notes.append(f"weights are {given}, after {shown(text)}")
+    return preset
 
 
 # ---- what follows from several -------------------------------------------------------------------

@@ -78,7 +78,7 @@ def test_torchtitan_on_a_command_line(tmp_path: Path) -> None:
 def test_deepspeed(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(DEEPSPEED))
-    with pytest.raises(UserError, match=r"names no model; name one: MODEL --config"):
+    with pytest.raises(UserError, match=r"names no model; name a model: MODEL --config"):
         sw.load_run(path)
     with pytest.raises(UserError, match="give --global-batch-size, 8 x dp"):
         sw.load_run(path, {"model": "gpt2"})

@@ -140,7 +140,7 @@ def test_errors(tmp_path: Path, change: tuple[str, str], message: str) -> None:
     given = {} if change == ("", "") else {"TP": "4", "DRAFTS": "2"}
     text = VLLM.replace(*change)
     if not message:
-        assert "name one: MODEL --config" in read(tmp_path, text, given).needs["model"]
+        assert "name a model: MODEL --config" in read(tmp_path, text, given).needs["model"]
         return
     with pytest.raises(UserError) as caught:
         read(tmp_path, text, given)
