@@ -22,11 +22,31 @@ read -rd '' -a options <<< "$OPTIONS" || true
 git diff -z --name-status --find-renames "$base" HEAD -- "${patterns[@]/#/:(glob)}" > "$place/changed"
 marker="<!-- stagewright diff $(printf '%s' "$FILES $HARDWARE $OPTIONS" | sha256sum | head -c 12) -->"
 
+starts_nothing() { # old or new: no command of that file is known, as of files that others source
+    grep -qE " $1: .*(; wanted a command of |: is no launch file of a tool )" "$place/error"
+}
+
 compare() { # OLD NEW, of which OLD may be /dev/null: Markdown, or the error as a block of code
-    local code=0
-    (cd "$place" && stagewright diff "$1" "$2" --hardware "$HARDWARE" --markdown "${options[@]}") \
-        > "$place/text" 2> "$place/error" || code=$?
-    if [ -s "$place/text" ]; then cat "$place/text"; else sed 's/^/    /' "$place/error"; fi
+    local code=2 name='' count=0 given=("${options[@]}")
+    while [ "$code" = 2 ]; do # once more without variables that these files do not have
+        code=0
+        (cd "$place" && stagewright diff "$1" "$2" --hardware "$HARDWARE" --markdown "${given[@]}") \
+            > "$place/text" 2> "$place/error" || code=$?
+        name=$(sed -nE 's/.* has no variable (\w+) that --set could give$/\1/p
+                        s/.*--set and --ignore-unknown are of launch files.*/\\w+/p' "$place/error")
+        count=${#given[@]}
+        readarray -t given < <([ -z "$name" ] || printf '%s\n' "${given[@]}" |
+            sed -E "/^--set=$name=/d; /^--set$/{N;/\n$name=/d}")
+        [ -n "$name" ] && [ "${#given[@]}" -lt "$count" ] || break
+    done
+    if [ -s "$place/text" ]; then
+        cat "$place/text"
+    elif [ "$1" = /dev/null ] && starts_nothing new && [ "$old_starts" = no ]; then
+        echo "Starts nothing that is compared."
+        code=0
+    else
+        sed 's/^/    /' "$place/error"
+    fi
     return "$code"
 }
 
@@ -38,6 +58,7 @@ worst=0
         [[ $kind != [RC]* ]] || IFS= read -rd '' new
         printf '\n### `%s`\n\n' "$(printf %s "$new" | tr '`[:cntrl:]' "'?")"
         code=0
+        old_starts=no
         case $kind in
             D) echo "Deleted." ;;
             A) compare /dev/null "head/$new" || code=$? ;;
@@ -45,6 +66,7 @@ worst=0
                 compare "base/$old" "head/$new" || code=$?
                 if [ "$code" = 2 ]; then # perhaps of the old one alone
                     code=0
+                    starts_nothing old || old_starts=yes
                     printf '\nThe new file alone:\n\n'
                     compare /dev/null "head/$new" || code=$?
                 fi

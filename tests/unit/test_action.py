@@ -170,3 +170,24 @@ def test_old_file_that_cannot_be_read(repository: Repository):
     assert "    stagewright: error: old: base/launch/train.sh" in body
     assert "The new file alone:" in body
     assert "where the time of a GPU goes" in body
+
+
+@pytest.mark.slow
+def test_files_of_several_kinds(repository: Repository):
+    """A variable of one script is none of the others; a script that starts nothing is no error."""
+    run = "model: gpt2\nnodes: 1\nbatch: {global_batch_size: 64}\n"
+    repository.commit(train_sh=SCRIPT, run_yaml=run, job_sh=SCRIPT.replace("--lr 3e-4", "--lr $LR"))
+    repository.git("branch", "--force", "before")
+    changed = SCRIPT.replace("global-batch-size 8", "global-batch-size ${BATCH:-4}")
+    repository.commit(train_sh=SCRIPT.replace("3e-4", "1e-4"), job_sh=changed,
+                      run_yaml=run.replace("64", "32"), sizes_sh="export LAYERS=2\n")  # fmt: skip
+    done = repository.run(
+        FILES="launch/*", OPTIONS="--set BATCH=16 --set=OTHER=1 --max-slowdown 50"
+    )
+    assert (done.returncode, done.stderr) == (0, ""), repository.summary.read_text()
+    body = repository.summary.read_text()
+    assert body.count("Starts nothing that is compared.\n") == 1
+    assert "| global_batch_size | 64 | 32 |" in body
+    assert "| global_batch_size | 8 | 16 |" in body
+    repository.commit(train_sh="echo\n")
+    assert repository.run().returncode == 2  # it started something before

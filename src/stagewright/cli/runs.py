@@ -116,7 +116,7 @@ def with_variables(names: Sequence[str]) -> list[str]:
         values = {
             key: text
             for key, text in given.items()
-            if key not in own and ("-" in key or not named[key] or paths[name] in named[key])
+            if key not in own and ({*"-."} & {*key} or not named[key] or paths[name] in named[key])
         }
         with_all = files.with_variables(name, values, ignore_unknown=ignores)
         made.append(with_all if paths[name] else name)

@@ -1,7 +1,8 @@
 """Files of other tools, recognised by their content: `find` and `read`.
 
 `train.sh?MODEL_SIZE=8b&vocab-size=32000&ignore-unknown` is a file with a value of a variable, and
-with a flag that it lacks: flags have a dash in their names, variables of a shell have none.
+with a flag that it lacks: flags have a dash or a dot in their names, variables of a shell have
+none. In a file of data, `?training.seq_len=4096` replaces the value of a key.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from stagewright.files import from_json, from_yaml, open_regular, read_text
 from stagewright.launch import alignment, megatron, recipe_functions, recipes, servers, shell
 from stagewright.launch.reading import LaunchFile, LaunchSource, Tool
 from stagewright.launch.shell import ShellCommand, shown
+from stagewright.launch.tables import put
 from stagewright.model.config import ModelConfig
 from stagewright.model.presets import PRESETS
 
@@ -192,13 +194,16 @@ def read(name: str | os.PathLike[str]) -> LaunchFile:
 @lru_cache(maxsize=16)
 def _read(path: str, given: tuple[tuple[str, str], ...], ignores: bool, _: int) -> LaunchFile:
     text = read_text(path, "a launch script", shell.MOST_BYTES)
-    more = [part for k, v in given if "-" in k for part in ("--" + k.lstrip("-"), v) if part]
     script, data, format_ = None, None, "shell"
-    variables = {k: v for k, v in given if "-" not in k}
+    more: list[str] = []
     if not path.endswith(".py") and _is_script(text):
-        script = shell.read(text, path, variables)
+        flags = [(k, v) for k, v in given if {*"-."} & {*k}]
+        more = [part for k, v in flags for part in ("--" + k.lstrip("-"), v) if part]
+        script = shell.read(text, path, {k: v for k, v in given if (k, v) not in flags})
     else:
-        format_, data = _data(path, text, variables)
+        format_, data = _data(path, text, dict(given))
+        if data is not None:
+            _replace(data, dict(given), path, is_python=format_ == "python")
     source = LaunchSource(path, text, script, data, tuple(more), ignores, format_)
     if (claimed := _claimed(source)) is None:
         raise UserError(f"{path}: {_why_not(script)}")
@@ -209,6 +214,16 @@ def _read(path: str, given: tuple[tuple[str, str], ...], ignores: bool, _: int) 
         raise UserError(f"{path}: nested too deep for a file of {tool.name}") from None
     reading.notes[:0] = script.notes if script else []
     return reading
+
+
+def _replace(data: dict[str, Any], given: Mapping[str, str], path: str, *, is_python: bool) -> None:
+    """Set keys of a file of data; its variables in capitals are those of Python alone."""
+    for key, value in given.items():
+        if is_python and key == "CONFIG":
+            continue
+        if key.isupper() and key not in data:
+            raise UserError(f"{path}: has no variable {key} that --set could give")
+        put(data, key.lstrip("-").replace("-", "_"), value)
 
 
 def _why_not(script: shell.Script | None) -> str:

@@ -31,8 +31,10 @@ from stagewright.launch.tables import canonical, table
 from stagewright.model.presets import PRESETS
 
 _CLIENT = re.compile(
-    r"bench serve|benchmark_serving|bench_serving|genai-perf|aiperf profile|run_benchmark_serving"
+    r"(?:^|[ /])(?:vllm bench serve|(?:sglang\.)?bench(?:mark)?_serving(?:\.py)?|genai-perf"
+    r"|aiperf profile|run_benchmark_serving)(?= |$)"
 )
+"""Program of a client and its first words, which may follow those of a container."""
 _FILES = ("config", "extra_llm_api_options")
 """Flags whose value is a file of more flags."""
 _STORED = {"nvfp4": "nvfp4", "fp4": "nvfp4", "mxfp4": "mxfp4", "fp8": "fp8", "int4": "int4",
@@ -87,7 +89,7 @@ def _read(source: LaunchSource, command: ShellCommand, server: Server) -> Launch
     settings |= {"scheduler": server.scheduler, "mode": "decode"}
     settings.setdefault("tp", 1)
     server.layout(reading, experts)
-    _lengths(settings, " ".join(client.words[:6]))
+    _lengths(settings, " ".join(client.words))
     _step(reading)
     return reading
 
@@ -152,7 +154,7 @@ def _with_marks(flags: Iterator[Flag]) -> Iterator[Flag]:
 
 def _client(source: LaunchSource) -> ShellCommand:
     """The first command that sends requests; an empty one: none does."""
-    sends = source.first(lambda command: _CLIENT.search(" ".join(command.words[:6])))
+    sends = source.first(lambda command: _CLIENT.search(" ".join(command.words)))
     return sends or ShellCommand((), 0)
 
 
@@ -276,8 +278,9 @@ def _step(reading: LaunchFile) -> None:
 
 
 SERVERS = (
-    Server("vLLM", "vllm", re.compile(r"vllm serve$|vllm\.entrypoints\.\S*api_server"), "vllm",
-           _vllm),
+    Server("vLLM", "vllm", re.compile(
+        r"vllm serve$|vllm\.entrypoints\.\S*api_server|vllm-openai[\w.-]*(:\S+)? (?=-|\S+/)"
+    ), "vllm", _vllm),
     Server("SGLang", "sglang", re.compile(r"sglang\.launch_server|sglang serve$"), "sglang",
            _sglang),
     Server("TensorRT-LLM", "trtllm", re.compile(r"trtllm-serve( serve$)?(?! disaggregated)"),

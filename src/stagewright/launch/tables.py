@@ -121,9 +121,15 @@ def nested(values: Mapping[str, str]) -> dict[str, Any]:
     """
     whole: dict[str, Any] = {}
     for name, text in values.items():
-        *keys, last = name.split(".")
-        block = whole
-        for key in keys:
-            block = block.setdefault(key, {})
-        block[last] = value_of(text)
+        put(whole, name, value_of(text))
     return whole
+
+
+def put(data: dict[str, Any], name: str, value: Any) -> None:
+    """Set the value of a key with dots in nested mappings."""
+    *keys, last = name.split(".")
+    for key in keys:
+        inner = data.get(key)
+        data[key] = inner if isinstance(inner, dict) else {}
+        data = data[key]
+    data[last] = value

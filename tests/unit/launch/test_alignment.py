@@ -150,6 +150,9 @@ def test_megatron_bridge(tmp_path: Path) -> None:
     assert not experiment.execution.overlap_param_gather
     assert not experiment.execution.no_overlap
     assert "taken as pp 1, cp 1" in str(sw.read_launch(path).notes)
+    path.write_text(path.read_text().replace("-sl 8192", "dataset.sequence_length=8192"))
+    assert sw.load_run(path).seq_length == 8192
+    assert sw.load_run(f"{path}?model.tensor_model_parallel_size=4").tp == 4
     path.write_text(path.read_text().replace("torchrun --nproc_per_node 8 --nnodes 2", "python"))
     assert sw.load_run(path).dp == 16  # 32 GPUs, after the recipe's name
     path.write_text(BRIDGE.replace("RECIPE", "llama3_8b_peft_config"))

@@ -65,6 +65,36 @@ def test_torchtitan(tmp_path: Path) -> None:
     assert sw.load_run(path, {"gpus": 16}).dp == 8
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "query", "wanted"),
+    [
+        ("a.toml", TOML, "activation_checkpoint.mode=none&training.seq_len=2048",
+         {"recompute": "none", "seq_length": 2048}),
+        ("a.toml", TOML, "parallelism.tensor-parallel-degree=1", {"tp": 1}),
+        ("a.toml", TOML, "training.sequences=2048", "training.sequences 2048 is not known here"),
+        ("a.toml", TOML, "CONC=16", "has no variable CONC that --set could give"),
+        ("a.json", json.dumps(DEEPSPEED), "zero_optimization.stage=1&train_batch_size=16",
+         {"zero": 1, "dp": 2, "optimizer_cpu_offload": True}),
+        ("a.yaml", ACCELERATE, "mixed_precision=fp8&num_processes=8",
+         {"precision": "fp8", "dp": 4}),
+        ("a.sh", "torchrun run.py --training.seq_len 64 --model.name llama3 --model.flavor 8B",
+         "training.seq_len=128", {"seq_length": 128}),
+    ],
+)  # fmt: skip
+def test_keys_are_replaced(
+    name: str, text: str, query: str, wanted: dict[str, Any] | str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    given = {"model": "gpt2"} if name != "a.toml" else {}
+    if isinstance(wanted, str):
+        with pytest.raises(UserError) as error:
+            sw.load_run(f"{path}?{query}", given)
+        assert wanted in str(error.value)
+    else:
+        assert settings(sw.load_run(f"{path}?{query}", given), wanted) == wanted
+
+
 def test_torchtitan_on_a_command_line(tmp_path: Path) -> None:
     """Options replace what the file that they name says; torchrun says how many GPUs there are."""
     (tmp_path / "llama.toml").write_text(TOML.replace("shard_degree = 4", "shard_degree = -1"))

@@ -167,6 +167,16 @@ def test_commands_and_functions(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert sw.simulate(path, "h100-sxm", tp=1).seconds > step.seconds
 
 
+def test_containers(tmp_path: Path) -> None:
+    """The image of vLLM starts the server; clients run in containers, too."""
+    text = "docker run -e A=$B --gpus all -v /a:/b reg.io/vllm/vllm-openai:v0.11.0 "
+    client = f"docker exec -it --workdir /w --user me vllm {CLIENT}"
+    wanted = {"tp": 2, "model": "llama3.1-8b", "isl": 1000, "concurrency": 64}
+    for words in (f"--model {LLAMA}-Instruct -tp 2", f"{LLAMA}-Instruct -tp 2"):
+        check(read(tmp_path, f"{text}{words} --port 8000\n{client}\n"), wanted)
+    check(read(tmp_path, f"{text}vllm serve {LLAMA} -tp 2\n{client}\n"), wanted)
+
+
 LLAMA = "meta-llama/Llama-3.1-8B"
 SGLANG_SERVES = "sglang serve --tp 8 --model-path deepseek-ai/DeepSeek-V3"
 TRTLLM_SERVES = f"trtllm-serve {LLAMA} --tp_size 2 --config c.yaml"
