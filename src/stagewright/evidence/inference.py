@@ -63,16 +63,16 @@ SCHEDULERS = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt-llm"}
 """By engine, as `serving` names them; what the host of each takes for a step is in
 `serving.host.HOSTS`."""
 HOST_MS: Mapping[str, tuple[float, float]] = {
-    "vllm": (35.0, 12.0),
-    "trtllm": (25.0, 6.0),
-    "sglang": (140.0, 10.0),
+    "vllm": (5.0, 16.0),
+    "trtllm": (0.0, 4.0),
+    "sglang": (95.0, 16.0),
 }
 """Milliseconds of an engine's host until a request's first token: of the request, and of 1,024
-tokens of its prompt. HTTP, the tokenizer, queues between processes, and launches of prompts'
-kernels outside of graphs; `benchmarks/fit_requests.py` fits them to 70% of the rows of first
-tokens. No requests are simulated here, so that these times include what an engine's rules make a
-request wait for. `serving.host.HOSTS` has what remains where requests are simulated: another
-quantity, fitted by `benchmarks/fit_requests.py queue`."""
+tokens of its prompt. HTTP, the tokenizer, and queues between processes;
+`benchmarks/fit_requests.py first` fits them to 70% of the rows of first tokens. No requests are
+simulated here, so that these times include what an engine's rules make a request wait for.
+`serving.host.HOSTS` has what remains where requests are simulated: another quantity, fitted by
+`benchmarks/fit_requests.py queue`."""
 ROUNDS = 3
 """Times that the number of requests that get tokens is computed from the time they take."""
 

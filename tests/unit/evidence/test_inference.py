@@ -89,10 +89,10 @@ def test_users_in_step_wait_for_half_of_the_prompts(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_host_of_an_engine_counts_until_the_first_token() -> None:
-    """35 ms and 12 ms per 1,024 tokens of vLLM's."""
+    """5 ms and 16 ms per 1,024 tokens of vLLM's."""
     hosted = inference.steady_state(dataclasses.replace(ROW, engine="vllm"))
     alone = inference.steady_state(ROW)
-    assert hosted.ttft - alone.ttft == pytest.approx(0.035 + 0.012 / 4)
+    assert hosted.ttft - alone.ttft == pytest.approx(0.005 + 0.016 / 4)
 
 
 def test_the_host_of_a_step_runs_beside_the_gpu_or_after_it() -> None:
@@ -109,7 +109,7 @@ def test_the_host_of_a_step_runs_beside_the_gpu_or_after_it() -> None:
     assert found == pytest.approx(vllm.step(1) + exposed)
     behind = dataclasses.replace(ROW, engine="vllm", source="aiconfigurator, vLLM")
     found = inference.steady_state(behind).tpot
-    assert found == pytest.approx(alone + vllm.step(1) + exposed)
+    assert found == pytest.approx(alone + vllm.step(1) + exposed, rel=0.01)  # its kernels differ
 
 
 def test_requests_count_at_their_mean_lengths() -> None:
