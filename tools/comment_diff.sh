@@ -50,6 +50,11 @@ compare() { # OLD NEW, of which OLD may be /dev/null: Markdown, or the error as 
     return "$code"
 }
 
+readable() { # FILE of the head: no link leads out of the checkout, and no ? begins values
+    local path
+    path=$(realpath -- "$1") && [[ $1 != *\?* && $path == "$(pwd -P)"/* && $path != "$(pwd -P)"/.git/* ]]
+}
+
 worst=0
 {
     echo "$marker"
@@ -59,8 +64,13 @@ worst=0
         printf '\n### `%s`\n\n' "$(printf %s "$new" | tr '`[:cntrl:]' "'?")"
         code=0
         old_starts=no
+        [[ $kind == D ]] || readable "$new" || kind=unreadable
         case $kind in
             D) echo "Deleted." ;;
+            unreadable)
+                echo "Not read: its name has a question mark, or it is a link out of the repository."
+                code=2
+                ;;
             A) compare /dev/null "head/$new" || code=$? ;;
             *)
                 compare "base/$old" "head/$new" || code=$?

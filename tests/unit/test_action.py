@@ -123,6 +123,22 @@ def test_comment(repository: Repository):
     assert repository.bin.parent.name not in body.split("\n", 1)[1]
 
 
+def test_links_out_of_the_checkout_are_not_read(repository: Repository, tmp_path: Path):
+    (tmp_path / "secret").write_text("password 1\n")
+    for name, target in (
+        ("out.sh", "../../secret"),
+        ("git.sh", "../.git/config"),
+        ("in.sh", "train.sh"),
+    ):
+        (repository.root / "launch" / name).symlink_to(target)
+    repository.commit(**{"a?tp=2_sh": SCRIPT})
+    assert repository.run().returncode == 2
+    body = repository.calls()[1][1]
+    assert body.count("Not read: ") == 3
+    assert "head/launch/in.sh" in body
+    assert "password" not in body
+
+
 @pytest.mark.slow
 def test_later_pushes_update_the_comment(repository: Repository):
     repository.commit(train_sh=SCRIPT.replace("3e-4", "1e-4"))

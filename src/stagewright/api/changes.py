@@ -223,6 +223,11 @@ class Changes(PublicResult):
     def _flags(self) -> list[tuple[str, Any, Any, str]]:
         return views.flags(self.old.file, self.new.file)
 
+    def _left_out(self) -> list[str]:
+        """Flags that differ and change the run, in a way that the figures do not have."""
+        sides = [side.file.left_out for side in (self.old, self.new) if side.file]
+        return [name for name, *_ in self._flags() if any(name in side for side in sides)]
+
     @property
     def _steps(self) -> list[Simulation]:
         return [result for result in self.results or () if isinstance(result, Simulation)]
@@ -259,8 +264,8 @@ class Changes(PublicResult):
         """What to conclude, in a sentence."""
         if self.results is None:
             serves = self.new.serving is not None
-            return views.nothing_changes(len(self._flags()), serves=serves)
-        words = [views.verdict(self._figures)]
+            return views.nothing_changes(len(self._flags()), self._left_out(), serves=serves)
+        words = [views.verdict(self._figures) + ", of another model" * bool(self._model())]
         if self.new.serving and any(name in LOAD_OF_CLIENT for name, *_ in self._settings()):
             words[0] += ", under another load"
         for name, result in zip(("old", "new"), self.results, strict=True):
@@ -268,6 +273,8 @@ class Changes(PublicResult):
                 words.append(f"{name}: {memory_line(result.fit)}")
             if isinstance(result, Serving) and result.summary.steadiness.overloaded:
                 words.append(f"{name}: {result.summary.verdict}")
+        if left_out := self._left_out():
+            words.append(f"the figures {views.effects(left_out)}")
         return "; ".join(words)
 
     def _titles(self) -> dict[str, str]:

@@ -60,6 +60,8 @@ class LaunchFile:
     """Flags that count, with their settings."""
     ignored: list[Line] = field(default_factory=list[Line])
     """Flags that do not, with the reason."""
+    left_out: list[str] = field(default_factory=list[str])
+    """Those that do change the step, in a way that the figures do not have."""
     notes: list[str] = field(default_factory=list[str])
     """Assumptions, a sentence each."""
     moot: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
@@ -315,6 +317,7 @@ def apply(reading: LaunchFile, flags: Sequence[Flag], *, ignore_unknown: bool) -
             "--ignore-unknown reads the file without them"
         )
     reading.ignored += [line._replace(meaning=f"not modelled: {line.meaning}") for line in strange]
+    reading.left_out += [line.flag for line in strange]
     reading.notes += [f"{line.flag} is ignored, though it may change the step" for line in strange]
     if "clip_grad" in reading.settings:  # the largest norm; 0 clips nothing
         reading.settings["clip_grad"] = bool(reading.settings["clip_grad"])
@@ -324,6 +327,7 @@ def apply(reading: LaunchFile, flags: Sequence[Flag], *, ignore_unknown: bool) -
 def _approximate(reading: LaunchFile, flag: Flag, value: str, row: FlagRow) -> None:
     """Note a flag whose effect is left out, with what that does to the figures."""
     reading.ignored.append(Line(flag.name, value, row.note))
+    reading.left_out.append(flag.name)
     text = f"{flag.name}{' ' * bool(value)}{value}"
     note = f"{text}: {row.note}"
     reading.notes.append(note)

@@ -303,11 +303,18 @@ def verdict(rows: Sequence[ChangedFigure]) -> str:
     return words
 
 
-def nothing_changes(ignored: int, *, serves: bool) -> str:
-    """The sentence on two runs that are equal."""
+def nothing_changes(ignored: int, left_out: Sequence[str], *, serves: bool) -> str:
+    """The sentence on two runs with equal figures; `left_out` are flags with an effect."""
     what = "what is served" if serves else "what the step is"
+    ignored -= len(left_out)
     others = f"; {plural(ignored, 'flag differs', 'flags differ')} without effect on the figures"
-    return f"no change in {what}{others if ignored else ''}"
+    text = f"no change in {f'the figures, which {effects(left_out)}' if left_out else what}"
+    return text + (others if ignored else "")
+
+
+def effects(left_out: Sequence[str]) -> str:
+    """What is said of figures without the effects of some flags."""
+    return f"leave out what {', '.join(left_out)} would change"
 
 
 def lines(sides: Mapping[str, str], sentence: str) -> Iterator[str]:

@@ -98,6 +98,7 @@ def test_nothing_changes(scripts: Path, call: Call):
 def test_parts_of_the_model(scripts: Path):
     found = sw.diff("old.sh", edited("old.sh", "--num-layers 2", "--num-layers 4"), "h100-sxm")
     assert found.table("model").rows == [{"part": "num_layers", "old": "2", "new": "4"}]
+    assert found.verdict.endswith(", of another model")
     assert found.slowdown > 0.5
 
 
@@ -124,6 +125,16 @@ def test_small_difference(scripts: Path, call: Call):
                     layers=2, global_batch_size=2)  # fmt: skip
     assert abs(found.slowdown) < 0.02
     assert "below 2% does not say which is faster" in found.verdict
+
+
+def test_effects_that_are_left_out(scripts: Path, call: Call):
+    """A flag that changes the step, and is not modelled, is no flag without effect."""
+    verdict = "leave out what --delay-wgrad-compute would change"
+    out = call("old.sh", "old.sh?delay-wgrad-compute&lr-decay-iters=3")[1]
+    others = "1 flag differs without effect on the figures"
+    assert out.splitlines()[0] == f"no change in the figures, which {verdict}; {others}"
+    out = call("old.sh", "old.sh?TP=4&delay-wgrad-compute")[1]
+    assert out.splitlines()[0].endswith(f"; the figures {verdict}")
 
 
 def test_servers(scripts: Path, call: Call):
