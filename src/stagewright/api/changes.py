@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -71,7 +70,7 @@ class DiffedRun(NamedTuple):
         text = read_text(path, "a launch script") if is_launch else ""
         for part in filter(None, query.split("&")):
             key, equals, value = part.partition("=")
-            variable = re.search(rf"\$\{{?{re.escape(key)}\b|(?<![\w-]){re.escape(key)}=", text)
+            variable = launch.names_variable(text, key)
             ours = is_setting_name(canonical(key)) or canonical(key) in {"model", *LOAD}
             if is_launch and (variable or not ours):
                 source += f"{'&' if '?' in source else '?'}{part}"  # a variable, a flag it lacks

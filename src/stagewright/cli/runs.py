@@ -96,9 +96,9 @@ def launch_file(context: click.Context) -> None:
 
 
 def with_variables(names: Sequence[str]) -> list[str]:
-    """Launch files with the values of `--set`, where they have none behind their names.
+    """Launch files with the values of `--set`; values behind their names take precedence.
 
-    A variable that one file names is none of those that do not: scripts change their variables.
+    A variable is set in the files that name it, or in all if none does.
     """
     from stagewright.files import read_text
     from stagewright.launch import files
@@ -109,7 +109,10 @@ def with_variables(names: Sequence[str]) -> list[str]:
     if (given or ignores) and not any(paths.values()):
         raise UserError("--set and --ignore-unknown are of launch files; name some")
     texts = {path: read_text(path, "a launch script") for path in paths.values() if path}
-    named = {key: [path for path in texts if key in texts[path]] for key in given}
+    named = {
+        key: [path for path, text in texts.items() if files.names_variable(text, key)]
+        for key in given
+    }
     made: list[str] = []
     for name in names:
         own = {pair.partition("=")[0] for pair in name.partition("?")[2].split("&")}

@@ -62,6 +62,17 @@ def with_variables(path: str, variables: dict[str, str], *, ignore_unknown: bool
     return path + separator * bool(parts) + "&".join(parts)
 
 
+def names_variable(text: str, name: str) -> bool:
+    """True for a script that reads or sets a variable.
+
+    >>> names_variable("run --tp ${TP:-8}", "TP"), names_variable("run --http $HTTP", "TP")
+    (True, False)
+    """
+    word = re.escape(name)
+    uses = rf"\$\{{?{word}\b|(?<![\w-]){word}=|\(\([^)]*\b{word}\b"
+    return re.search(uses, text) is not None
+
+
 def find(name: str | os.PathLike[str]) -> str | None:
     """The path of a launch file that a name stands for; None: it stands for something else."""
     path = os.fspath(name).partition("?")[0]
@@ -141,11 +152,11 @@ def settings(name: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def complete(path: str, values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a launch file beside those that the user gives.
+    """Settings of a launch file, without those that options of the user replace.
 
-    The file's number of GPUs, and a dp that was assumed, give way to `nodes`, `gpus` or `dp`; what
-    belongs to its way of recomputing gives way to another `recompute`. Raises UserError for what
-    the file lacks and the user has not given.
+    `nodes`, `gpus` or `dp` replace its number of GPUs and an assumed dp; another `recompute`
+    replaces all that it says of recomputation. Raises UserError for what the file lacks and the
+    user has not given.
     """
     reading = read(path)
     for name, why in reading.needs.items():

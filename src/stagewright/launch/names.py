@@ -1,7 +1,7 @@
 """Names of other tools that are options here, too: for options, run files and keywords.
 
-They are rows of the tables of these tools. `OTHERS` say settings in other terms, with help; of
-`FOREIGN` nothing follows. Names are spelled as `canonical` has them.
+They are rows of the tables of these tools. `OTHERS` set other settings than one of their name, with
+help; `FOREIGN` says why an option sets nothing. Names are spelled as `canonical` has them.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class OtherNames(NamedTuple):
     words: Mapping[str, str]
     """Values that a tool has and the setting has not, and what to use for each."""
     same_words: Mapping[str, Any]
-    """Values that mean a value of the setting; None: what follows where it is not given."""
+    """Values of a tool, and the value of the setting that each means; None: its default."""
 
 
 @cache

@@ -35,7 +35,7 @@ class Bound(NamedTuple):
 
     flag: str
     settings: tuple[str, ...]
-    """Settings of which another value than the file's leaves the flag without a meaning."""
+    """Settings: with another value of one of them, the flag has no effect."""
 
 
 class Line(NamedTuple):
@@ -65,11 +65,11 @@ class LaunchFile:
     notes: list[str] = field(default_factory=list[str])
     """Assumptions, a sentence each."""
     moot: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-    """Notes that say nothing where the user gives another value of one of these settings."""
+    """Settings by note: with another value of one of them, the note is left out."""
     memory_bounds: list[Bound] = field(default_factory=list[Bound])
     """Why memory is an upper bound."""
     assumed: set[str] = field(default_factory=set[str])
-    """Settings that the file does not give, which have no value if the user says more."""
+    """Settings that the file does not give; the value that was taken holds until the user's."""
     needs: dict[str, str] = field(default_factory=dict[str, str])
     """Settings that the file lacks, and why: the user has to give them."""
 

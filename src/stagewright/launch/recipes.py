@@ -1,7 +1,7 @@
-"""Files of data that start training: torchtitan's TOML and options, DeepSpeed, Accelerate.
+"""Training by torchtitan (TOML, Python, options), DeepSpeed (JSON) and Accelerate (YAML).
 
 Nested keys are flags with dots, as in `deepspeed.csv`. None of these files has the sizes of a
-model; torchtitan's names one, beside the others MODEL is given.
+model: torchtitan's names one, with the others the user gives MODEL.
 """
 
 from __future__ import annotations

@@ -167,7 +167,8 @@ def _ask(reading: LaunchFile, flags: Sequence[Flag]) -> None:
     plain = [name for name in names if not name.startswith("$")]
     if plain:
         texts = " ".join(f"--set {name}=VALUE" for name in plain)
-        raise reading.fail(f"{', '.join(plain)} are not set in the file; give: {texts}")
+        verb = "are" if len(plain) > 1 else "is"
+        raise reading.fail(f"{', '.join(plain)} {verb} not set in the file; give: {texts}")
 
 
 def _model(reading: LaunchFile, text: str) -> str | None:

@@ -88,7 +88,7 @@ def table(tool: str) -> Mapping[str, FlagRow]:
 
 
 def row_of(rows: Mapping[str, FlagRow], name: str) -> FlagRow | None:
-    """Row of a flag; `--no-x` switches off what `x` is, which may mean nothing here, too."""
+    """Row of a flag. `--no-x` has the row of `x`, switched off, or ignored if `x` is."""
     if name in rows:
         return rows[name]
     positive = rows.get(name.removeprefix("no_"))
