@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from stagewright.api.experiments import with_launch_file
 from stagewright.api.result import (
     HARDWARE_TYPES,
     OF_SEARCH,
@@ -23,6 +24,7 @@ from stagewright.api.result import (
 )
 from stagewright.api.workloads import REQUESTS, workload_of
 from stagewright.errors import UserError
+from stagewright.launch import files as launch
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import plural
 from stagewright.run.experiment import section_of
@@ -262,6 +264,10 @@ def asked_serving(
     """The space, the loads and the target; UserError for settings that cannot be combined."""
     given = {name: value for name, value in settings.items() if value is not None}
     values = by_own_names(given)
+    script = path or str(values.get("model", ""))
+    if launch.find(script):
+        own = {name: value for name, value in values.items() if name != "model" or path}
+        values, path = _with_launch_file(script, own), None
     share = values.pop("attainment", 0.9)
     check_type(share, "attainment as a share", float, int)
     if not 0 < share <= 1:
@@ -308,6 +314,21 @@ def asked_serving(
         slo=slo, share=share, max_gpus=most, pairs=pairs, by_cost=objective == "cost"
     )
     return ServingQuestion(request, loads, target, engines)
+
+
+def _with_launch_file(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with the model, the engine and the load of a launch file, without its layout.
+
+    Requests that the user asks for replace those that the file's client sends.
+    """
+    arrivals = {"rate", "concurrency", "burstiness"}
+    found = {"tp", "pp", "dp", "ep", "etp", "gpus", "nodes", "gpus_per_node", "instances"}
+    found |= arrivals if not given.keys().isdisjoint(arrivals) else set()
+    if not given.keys().isdisjoint(("requests", "classes")):
+        found |= arrivals | {"isl", "osl", "range_ratio", "num_requests"}
+    model, values = with_launch_file(path, given, serves=True)
+    kept = {name: value for name, value in values.items() if name not in found or name in given}
+    return ({} if model is None else {"model": model}) | kept
 
 
 def _engines(own: dict[str, Any]) -> list[EngineSection]:

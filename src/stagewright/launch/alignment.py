@@ -28,7 +28,7 @@ from stagewright.launch.reading import (
     switched,
 )
 from stagewright.launch.shell import ShellCommand
-from stagewright.launch.tables import canonical, row_of, table
+from stagewright.launch.tables import canonical, nested, row_of, table
 
 _OF_MEGATRON = ("megatron", "override_optimizer_config")
 _OF_BRIDGE = ("model", "ddp", "optimizer", "dist", "comm_overlap")
@@ -129,6 +129,23 @@ def _nemo_claim(source: LaunchSource) -> ShellCommand | None:
     return NO_COMMAND if source.format == "yaml" and len(sections) > 1 else None
 
 
+_GRPO = nested(
+    {
+        "policy.train_global_batch_size": "512",
+        "policy.train_micro_batch_size": "4",
+        "policy.max_total_sequence_length": "512",
+        "policy.precision": "bfloat16",
+        "policy.dtensor_cfg.enabled": "true",
+        "policy.megatron_cfg.enabled": "false",
+        "policy.megatron_cfg.expert_tensor_parallel_size": "1",
+        "policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32": "false",
+        "policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce": "true",
+        "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather": "true",
+    }
+)
+"""From examples/configs/grpo_math_1B.yaml (NVIDIA-NeMo/RL 00294d9b), where recipes begin."""
+
+
 def _merged(
     reading: LaunchFile,
     data: Mapping[str, Any],
@@ -141,7 +158,10 @@ def _merged(
     for name in [names] if isinstance(names, str) else names:
         path = shell.beside(os.path.dirname(reading.path), str(name))
         if path is None or str(PurePath(str(name)).parent) != "." or str(name) in seen:
-            reading.notes.append(f"defaults {name} are not beside the file: they are not read")
+            is_grpo = PurePath(str(name)).name == "grpo_math_1B.yaml"
+            base = _over(base, _GRPO) if is_grpo else base
+            what = "those of NeMo-RL count" if is_grpo else "they are not read"
+            reading.notes.append(f"defaults {name} are not beside the file: {what}")
             continue
         if str(name) not in done:
             values = from_yaml(read_text(path, "a recipe of NeMo-RL", shell.MOST_BYTES), path)

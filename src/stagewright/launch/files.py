@@ -242,5 +242,12 @@ def _why_not(script: shell.Script | None) -> str:
     commands = script.commands if script else []
     missing = f"; {script.missing[0]} is not here" if script and script.missing else ""
     starts = next((" ".join(map(shown, c.words))[:80] for c in commands), "nothing")
+    pairs = [pair for c in commands for pair in zip(c.words, c.words[1:], strict=False)]
+    named = next((shown(b) for a, b in pairs if a in ("--deepspeed", "--config_file")), None)
+    if named is not None:
+        return (
+            f"starts {starts}, whose arguments are not read; use the file that it names: MODEL "
+            f"--config {named}, with --seq-length, --micro-batch-size and --global-batch-size"
+        )
     names = either([tool.name for tool in TOOLS])
     return f"starts {starts}{missing}; wanted a command of {names}"

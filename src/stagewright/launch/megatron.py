@@ -95,9 +95,12 @@ _ARGUMENTS = "arguments.py"
 
 
 def _loose(source: LaunchSource, flag: str) -> ShellCommand | None:
-    """Flags in variables of a file that starts nothing itself: a file of arguments."""
+    """Flags of a file that starts nothing itself, in variables or alone: a file of arguments."""
     assert source.script is not None
     words: list[str] = []
+    commands = source.script.commands
+    if all(command.words[0].startswith("--") for command in commands):
+        words += (word for command in commands for word in command.words)
     rows = table("megatron")
     for value in source.script.variables.values():
         items = value if isinstance(value, list) else value.split()

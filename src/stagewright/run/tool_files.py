@@ -676,6 +676,19 @@ def _accelerate(trained: TrainedRun) -> Lines:
         yield flag(*words) if words else without_flag("cp_comm_type", run.cp_comm_type)
 
 
+@DEEPSPEED.rule("pp")
+@ACCELERATE.rule("pp")
+def _no_stages(trained: TrainedRun) -> Lines:
+    """A pipeline, without which the rest of the file is a layout of fewer GPUs."""
+    run = trained.run
+    if run.pp > 1:
+        left = run.world_size // run.pp
+        text = (
+            f"without pp={run.pp} the file is of {left} GPUs, not of {run.world_size}: take --pp 1"
+        )
+        yield FlagLine(comment=text, missing="pp", notable=True)
+
+
 # ---- all tools -----------------------------------------------------------------------------------
 
 _TOOLS = {of.tool: of for of in (MEGATRON, TORCHTITAN, DEEPSPEED, ACCELERATE)}

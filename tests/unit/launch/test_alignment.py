@@ -108,6 +108,14 @@ def test_nemo_rl(tmp_path: Path) -> None:
     notes = sw.read_launch(path).notes
     assert any("defaults ../../grpo.yaml are not beside the file" in note for note in notes)
     assert sw.load_run(path).dp == 2
+    grpo = BASE.replace("../../grpo.yaml", "../../../grpo_math_1B.yaml").replace(
+        "    enabled: true\n", "    enabled: true\n    expert_model_parallel_size: 8\n"
+    )
+    path.write_text(grpo.replace("meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-30B-A3B"))
+    check(path, {"gpus": 16, "ep": 8, "etp": 1, "global_batch_size": 512, "micro_batch_size": 2})
+    experiment = load_experiment(path)
+    assert not experiment.execution.no_overlap
+    assert "gradients are held and reduced in fp32 here" in str(sw.read_launch(path).notes)
     other = BASE.replace("enabled: false, tensor", "enabled: true, tensor")
     path.write_text(other.replace("defaults: ../../grpo.yaml", "defaults: recipe.yaml"))
     check(path, {"tp": 8, "zero": 3, "framework": None})

@@ -119,6 +119,8 @@ def test_refusals(tmp_path: Path) -> None:
     path = tmp_path / "x.sh"
     cases = {
         "#!/bin/bash\nrsync --archive a b": "starts rsync --archive a b; wanted a command of",
+        "accelerate launch --config_file a.yaml run.py --bf16": "use the file that it names: MODEL "
+        "--config a.yaml, with --seq-length",
         "#!/bin/bash\nX=1": "starts nothing",
         "#!/bin/bash\nif true; then": "cannot read the end",
         "#!/bin/bash\n#" + "x" * 10_000_000: "over 524288 bytes",

@@ -167,6 +167,21 @@ def test_commands_and_functions(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert sw.simulate(path, "h100-sxm", tp=1).seconds > step.seconds
 
 
+def test_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A search keeps the model, the engine and the load, which options replace."""
+    path = tmp_path / "serve.sh"
+    path.write_text(f"vllm serve {LLAMA} -tp 4 --max-num-seqs 8\n{CLIENT} --num-prompts 32\n")
+    limits = {"tp": "1,2", "pp": 1, "layers": 2, "ttft": 9000, "tpot": 50, "pairs": 0}
+    same = sw.search_serving("llama3.1-8b", "h100-sxm", max_num_seqs=8, isl=1000, osl=200, rate=4,
+                             range_ratio=1.0, num_requests=32, **limits)  # fmt: skip
+    found = sw.search_serving(path, "h100-sxm", rate=4, **limits)
+    assert found.to_dict()["aggregated"] == same.to_dict()["aggregated"]
+    options = [f"--{name}={value}" for name, value in limits.items()]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["search", str(path), "--serve", "--hardware", "h100-sxm", *options])
+    assert (ended.value.code, "64 users" in capsys.readouterr().out) == (0, True)
+
+
 def test_containers(tmp_path: Path) -> None:
     """The image of vLLM starts the server; clients run in containers, too."""
     text = "docker run -e A=$B --gpus all -v /a:/b reg.io/vllm/vllm-openai:v0.11.0 "

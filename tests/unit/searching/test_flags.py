@@ -256,6 +256,22 @@ def read_again(candidates, tool, folder):
     return load_experiment(path, given), without
 
 
+def test_flags_alone_are_a_file(tmp_path):
+    """Flags, one a line, are read beside the model that they do not name."""
+    path = tmp_path / "flags.sh"
+    path.write_text("\n".join(lines("megatron", "llama3-8b", tp=2, pp=2, zero=1, dp=2)))
+    read = load_experiment(path, {"model": "llama3-8b", "gpus": 8}).run
+    assert (read.tp, read.pp, read.dp, read.zero) == (2, 2, 2, 1)
+    with pytest.raises(UserError, match="name a model"):
+        load_experiment(path)
+
+
+def test_a_pipeline_without_flags_is_said():
+    for tool in ("deepspeed", "accelerate"):
+        found = candidates("llama3-8b", tp=1, pp=2, dp=2, zero=1)
+        assert "without pp=2 the file is of 2 GPUs, not of 4: take --pp 1" in notes(found, 0, tool)
+
+
 @pytest.mark.parametrize("tool", TOOLS)
 def test_what_is_written_is_read_as_the_same_run(tool, tmp_path):
     """A file with the flags of a run has its settings, but for those said to have no flag."""
