@@ -147,7 +147,7 @@ SLIME = Tool("slime", partial(_command, flag="actor-num-nodes"), partial(_read, 
 
 # ---- the machine and the batch -------------------------------------------------------------------
 
-_WHOLE = (
+_INTEGERS = (
     *("tp", "pp", "cp", "ep", "etp", "vpp", "dp_shard", "nodes", "gpus_per_node", "seq_length"),
     *("micro_batch_size", "global_batch_size", "rollout_batch_size", "n_samples_per_prompt"),
     *("num_steps_per_rollout", "rollout_max_prompt_len", "rollout_max_response_len"),
@@ -159,7 +159,7 @@ _WHOLE = (
 def _check_numbers(reading: LaunchFile) -> None:
     """Raise UserError for a value that is no number of its kind."""
     settings = reading.settings
-    reads.check_whole(reading, _WHOLE)
+    reads.check_integers(reading, _INTEGERS)
     coefficients: Any = settings.get("moe_aux_loss_coeff", 0)
     for value in cast("list[Any]", coefficients if type(coefficients) is list else [coefficients]):
         if not isinstance(value, int | float) or not isfinite(value):
@@ -209,53 +209,25 @@ def _check_gpus(reading: LaunchFile, nodes: int) -> None:
 
 
 def follow(reading: LaunchFile, given: Mapping[str, Flag], names: set[str]) -> None:
-    """Settings that follow from several flags, or from one that is absent."""
+    """Settings that follow from several flags, or from one that is absent.
+
+    `given`: flags of the model; `names`: all flags of the command.
+    """
     settings = reading.settings
     settings["framework"] = "megatron"
-    stages = [settings.pop("zero", 0), *(3 for name in ("use-megatron-fsdp", "use-torch-fsdp2")
-                                         if name in names)]  # fmt: skip
-    strategy = settings.pop("data_parallel_sharding_strategy", None)
-    if strategy is not None and "use-megatron-fsdp" in names:
-        stages = [("no_shard", "optim", "optim_grads", "optim_grads_params").index(strategy)]
-    settings["zero"] = max(stages)
-    overlapped = "dp" in settings.pop("no_overlap-", [])
-    waiting = {settings.pop("no_overlap", "dp")} - {"dp"}
-    if settings.get("vpp", 1) == 1 and "num_layers_per_virtual_pipeline_stage" not in settings:
-        waiting = set[str]()  # without virtual stages there is nothing to switch off
-    if not overlapped and settings["zero"] < 2:
-        waiting.add("dp")
-    settings["no_overlap"] = sorted(waiting)
-    if settings.get("overlap_param_gather") and settings["zero"] == 0:
-        del settings["overlap_param_gather"]
+    _sharding(reading, names)
+    _overlap(settings)
     settings.setdefault("precision", "fp32")
     for name, precision in (("fp8-format", "fp8"), ("fp8-hybrid", "fp8"), ("fp4-format", "nvfp4")):
-        if name in names:  # beside --bf16
+        if name in names:  # beside --bf16, in any order
             settings["precision"] = precision
-    if "recompute-activations" in names:
-        settings["recompute"] = "selective"
-    if "moe-layer-recompute" in names:
-        settings["recompute_modules"] = [*settings.get("recompute_modules", ["core_attn"]), "moe"]
     if settings["precision"] != "fp8":
         settings.pop("fp8_recipe", None)
+    _recomputation(settings, names)
     if "num-experts" in given:
         settings.setdefault("moe_token_dispatcher_type", "allgather")
     elif "hidden-size" in given:
         settings.pop("moe_token_dispatcher_type", None)
-    if settings.get("recompute") != "full":
-        settings.pop("recompute_method", None)
-        settings.pop("recompute_num_layers", None)
-    if settings.get("recompute") != "selective":
-        settings.pop("recompute_modules", None)
-    instances = settings.pop("dp_shard", 1)
-    if instances > 1:
-        gpus = settings.get("gpus", 0)
-        others = settings.get("tp", 1) * settings.get("pp", 1) * settings.get("cp", 1)
-        if gpus % (others * instances) or not gpus:
-            raise reading.fail(
-                "--num-distributed-optimizer-instances needs a number of GPUs that it divides; "
-                "give --gpus"
-            )
-        settings["dp_shard"] = gpus // others // instances
     if isinstance(settings.get("moe_aux_loss_coeff"), list):
         settings["moe_aux_loss_coeff"] = sum(settings["moe_aux_loss_coeff"])
     for name in ("moe_router_load_balancing_type", "cp_comm_type"):
@@ -267,6 +239,54 @@ def follow(reading: LaunchFile, given: Mapping[str, Flag], names: set[str]) -> N
     if "padded-vocab-size" in given:
         settings["make_vocab_size_divisible_by"] = 1
     settings.setdefault("make_vocab_size_divisible_by", 128)
+
+
+def _sharding(reading: LaunchFile, names: set[str]) -> None:
+    """ZeRO's stage: the largest that a flag names, or that of Megatron-FSDP's strategy."""
+    settings = reading.settings
+    fsdp = {"use-megatron-fsdp", "use-torch-fsdp2"} & names
+    settings["zero"] = max(settings.get("zero", 0), 3 if fsdp else 0)
+    strategy = settings.pop("data_parallel_sharding_strategy", None)
+    if strategy is not None and "use-megatron-fsdp" in names:
+        strategies = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+        settings["zero"] = strategies.index(strategy)
+    instances = settings.pop("dp_shard", 1)
+    if instances > 1:
+        gpus = settings.get("gpus", 0)
+        others = settings.get("tp", 1) * settings.get("pp", 1) * settings.get("cp", 1)
+        if gpus % (others * instances) or not gpus:
+            raise reading.fail(
+                "--num-distributed-optimizer-instances needs a number of GPUs that it divides; "
+                "give --gpus"
+            )
+        settings["dp_shard"] = gpus // others // instances
+
+
+def _overlap(settings: dict[str, Any]) -> None:
+    """Axes that are not overlapped: dp unless a flag says so, pp with virtual stages if one does.
+
+    Megatron-FSDP always overlaps dp.
+    """
+    not_overlapped = {settings.pop("no_overlap", "dp")} - {"dp"}
+    if settings.get("vpp", 1) == 1 and "num_layers_per_virtual_pipeline_stage" not in settings:
+        not_overlapped = set[str]()  # without virtual stages there is nothing to switch off
+    if "dp" not in settings.pop("no_overlap-", []) and settings["zero"] < 2:
+        not_overlapped.add("dp")
+    settings["no_overlap"] = sorted(not_overlapped)
+    if settings.get("overlap_param_gather") and settings["zero"] == 0:
+        del settings["overlap_param_gather"]
+
+
+def _recomputation(settings: dict[str, Any], names: set[str]) -> None:
+    if "recompute-activations" in names:  # beside --recompute-granularity, in any order
+        settings["recompute"] = "selective"
+    if "moe-layer-recompute" in names:
+        settings["recompute_modules"] = [*settings.get("recompute_modules", ["core_attn"]), "moe"]
+    if settings.get("recompute") != "full":
+        settings.pop("recompute_method", None)
+        settings.pop("recompute_num_layers", None)
+    if settings.get("recompute") != "selective":
+        settings.pop("recompute_modules", None)
 
 
 def update(reading: LaunchFile) -> None:
@@ -311,17 +331,14 @@ def _at_most(reading: LaunchFile, text: str) -> None:
 
 def _other_passes(names: set[str]) -> str:
     """Work of slime's training step besides the update, by the flags that ask for it."""
-    passes = [
-        *(["of the reference model (--ref-load)"] if "ref-load" in names else []),
-        *(
-            []
-            if "use-rollout-logprobs" in names
-            else ["of the older policy, where the update lacks its probabilities"]
-        ),
-        *(["of the teacher (--opd-teacher-load)"] if "opd-teacher-load" in names else []),
-    ]
-    others = [*(f"forward passes {which}" for which in passes), "generation"]
-    return f"the update step is read; not part: {'; '.join([*others, 'weight transfer'])}"
+    models = {
+        "the reference model (--ref-load)": "ref-load" in names,
+        "the older policy, where the update lacks its probabilities":
+            "use-rollout-logprobs" not in names,
+        "the teacher (--opd-teacher-load)": "opd-teacher-load" in names,
+    }  # fmt: skip
+    passes = "".join(f"forward passes of {model}; " for model, runs in models.items() if runs)
+    return f"the update step is read; not part: {passes}generation; weight transfer"
 
 
 # ---- the model -----------------------------------------------------------------------------------
@@ -350,7 +367,7 @@ def _model(
         for name in given:
             reading.lines.append(Line(given[name].name, given[name].text, f"(of {preset})"))
         return
-    reader = _Sizes(reading, given, program)
+    reader = _ModelReader(reading, given, program)
     try:
         reading.model = reader.model()
     except UserError as error:
@@ -374,7 +391,7 @@ def _why_no_sizes(source: LaunchSource) -> str:
 
 def _of_named_model(reading: LaunchFile, given: Mapping[str, Flag]) -> None:
     """Settings of flags of a model that is named and not described."""
-    reader, settings = _Sizes(reading, given, ""), reading.settings
+    reader, settings = _ModelReader(reading, given, ""), reading.settings
     sizes = {"num-layers": "layers", "vocab-size": "vocab", "mtp-num-layers": "mtp_num_layers"}
     if "hidden-size" not in given:
         settings |= {ours: reader.size(name) for name, ours in sizes.items() if name in given}
@@ -383,7 +400,7 @@ def _of_named_model(reading: LaunchFile, given: Mapping[str, Flag]) -> None:
         settings["dropout"] = False
 
 
-class _Sizes:
+class _ModelReader:
     """Reads a model from flags."""
 
     def __init__(self, reading: LaunchFile, given: Mapping[str, Flag], program: str) -> None:
@@ -395,7 +412,7 @@ class _Sizes:
     def size(self, name: str, default: int | None = None) -> int:
         """Whole number of a flag; without a default it has to be there."""
         if name in self.given:
-            return reads.whole(self.reading, self.given[name])
+            return reads.integer(self.reading, self.given[name])
         if default is None:
             raise UserError(f"has no --{name}, which a model needs")
         return default
@@ -412,7 +429,7 @@ class _Sizes:
     def word(self, name: str, default: str, *allowed: str) -> str:
         if name not in self.given:
             return default
-        return reads.word(self.reading, self.given[name], allowed)
+        return reads.choice(self.reading, self.given[name], allowed)
 
     def text(self, name: str) -> str:
         flag = self.given[name]

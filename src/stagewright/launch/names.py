@@ -263,12 +263,7 @@ def _ignored() -> Mapping[str, int | None]:
 
     A command line may have them; in run files and keywords they are refused.
     """
-    rows = _merged().items()
-    return {
-        name: int(row.values) if row.values.isdigit() else 1 if row.values == "0-1" else None
-        for name, row in rows
-        if row.ours == "-"
-    }
+    return {name: row.limit for name, row in _merged().items() if row.ours == "-"}
 
 
 def _advice() -> Mapping[str, str]:

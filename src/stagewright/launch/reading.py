@@ -194,8 +194,8 @@ def parse(
     flags is one without a name.
     """
     rows: dict[str, FlagRow] = {}
-    for more in tables:
-        rows |= {name: row for name, row in more.items() if name not in rows}
+    for table_ in tables:
+        rows = {**table_, **rows}
     i = 0
     while i < len(words):
         word, i = words[i], i + 1
@@ -210,10 +210,8 @@ def parse(
         if equals:
             yield switched(Flag(name, (value,), row))
             continue
-        most = _MOST.get(row.values) if row else None
-        most = int(row.values) if row and row.values.isdigit() else most
-        count = 0
-        while i + count < len(words) and count != most:
+        limit, count = row.limit if row else None, 0
+        while i + count < len(words) and count != limit:
             following = words[i + count]
             if _is_flag(following) and not (row and row.values == "1" and count == 0 and
                                             NUMBER.fullmatch(following)):  # fmt: skip
@@ -251,9 +249,6 @@ def switched(flag: Flag) -> Flag:
     if row.ours == row.setting:
         return flag._replace(values=("false",))
     return flag._replace(row=row._replace(flag=f"no-{row.flag}", ours="-", note="off"))
-
-
-_MOST = {"0-1": 1}
 
 
 def _is_flag(word: str) -> bool:
@@ -439,7 +434,7 @@ def started_gpus(
     return started
 
 
-def whole(reading: LaunchFile, flag: Flag) -> int:
+def integer(reading: LaunchFile, flag: Flag) -> int:
     """Whole number of a flag."""
     text = known(reading, flag, flag.values[0] if flag.values else "")
     value = value_of(text)
@@ -448,7 +443,7 @@ def whole(reading: LaunchFile, flag: Flag) -> int:
     return value
 
 
-def check_whole(reading: LaunchFile, names: Iterable[str]) -> None:
+def check_integers(reading: LaunchFile, names: Iterable[str]) -> None:
     """Raise UserError for a setting that rules compute with and that is no whole number from 1."""
     for name in names:
         value = reading.settings.get(name, 1)
@@ -463,7 +458,7 @@ def flag_of(reading: LaunchFile, setting: str) -> str:
     return next((x.flag for x in reading.lines if x.meaning.startswith(f"{setting} ")), setting)
 
 
-def word(reading: LaunchFile, flag: Flag, allowed: Sequence[str]) -> str:
+def choice(reading: LaunchFile, flag: Flag, allowed: Sequence[str]) -> str:
     """Word of a flag, one of those that are known here."""
     text = known(reading, flag, flag.values[0] if flag.values else "")
     if text not in allowed:

@@ -58,6 +58,11 @@ class FlagRow(NamedTuple):
         return next(words, "?" if "-" in self.words.values() else "-")
 
     @property
+    def limit(self) -> int | None:
+        """Largest number of values; None: any number."""
+        return int(self.values[-1]) if self.values[-1:].isdigit() else None
+
+    @property
     def bounds_memory(self) -> bool:
         """True if memory is an upper bound without the flag's effect, as the note says."""
         return re.search(r"memory (is an|are) upper bound", self.note) is not None
