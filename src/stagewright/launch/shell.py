@@ -901,41 +901,26 @@ class _Reader:
         """A word as the words that it expands to."""
         if (words := braces(raw, self.path)) != [raw]:
             return [field for word in words for field in self._fields(word)]
-        fields: list[str] = []
-        open_: str | None = None
         if raw.startswith(("<(", ">(")):
             return [raw]
+        fields: list[str | None] = [None]
         separators = self._separators()
         for splits, piece in self._pieces(raw):
+            parts: list[str | None] = [*piece] if isinstance(piece, list) else [piece]
             if splits and {*separators} != {*" \t\n"}:
                 text = piece if isinstance(piece, str) else " ".join(piece)
                 pattern = f"[{re.escape(separators)}]" + "+" * (not separators.strip())
-                items: list[str] = re.split(pattern, text) if separators else [text]
-                piece = items[:-1] if items[-1] == "" else items
-            if isinstance(piece, list):
-                for number, item in enumerate(piece):
-                    if number:
-                        fields += [] if open_ is None else [open_]
-                        open_ = None
-                    open_ = (open_ or "") + item
-            elif not splits:
-                open_ = (open_ or "") + piece
-            else:
-                parts = piece.split()
-                if open_ is not None and piece[:1].isspace():
-                    fields.append(open_)
-                    open_ = None
-                for number, part in enumerate(parts):
-                    if number:
-                        fields += [] if open_ is None else [open_]
-                        open_ = None
-                    open_ = (open_ or "") + part
-                if open_ is not None and parts and piece[-1:].isspace():
-                    fields.append(open_)
-                    open_ = None
-        fields += [] if open_ is None else [open_]
-        self._count(" ".join(fields))
-        return fields
+                parts = [*re.split(pattern, text)] if separators else [text]
+                parts[-1] = parts[-1] or None
+            elif splits and isinstance(piece, str):  # white space at an end begins a word
+                before, after = ([None] * end.isspace() for end in (piece[:1], piece[-1:]))
+                parts = [*before, *piece.split(), *after]
+            for number, part in enumerate(parts):
+                fields += [None] * (number > 0)
+                fields[-1] = fields[-1] if part is None else (fields[-1] or "") + part
+        words = [field for field in fields if field is not None]
+        self._count(" ".join(words))
+        return words
 
     def _pieces(self, raw: str, quoted: bool = False) -> Iterator[tuple[bool, str | list[str]]]:
         """Parts of a word, and if white space splits them; a list has a word for each item."""
@@ -997,30 +982,21 @@ class _Reader:
                 value = value[place] if place is not None and inside else None
         elif name in self.maps and isinstance(value, list):
             value = [item.partition("]=")[2] for item in value]
+        everything, joins = {index, name} & {"@", "*"}, "*" in (index, name)
+        if isinstance(value, list) and not everything:
+            value = value[0] if value else None if rest else ""
         if length and not rest:
-            if isinstance(value, list) and index not in ("@", "*") and name not in ("@", "*"):
-                value = value[0] if value else ""
             names = unknown_names(value) if isinstance(value, str) else []
             yield False, unknown(names[0]) if names else str(len(value or ""))
             return
-        everything = index in ("@", "*") or name in ("@", "*")
         if rest:
-            if isinstance(value, list) and not everything:
-                value = value[0] if value else None
             value = self._changed(name, value, rest)
-        if isinstance(value, list):
-            if not everything and name not in ("@", "*"):
-                value = value[0] if value else ""
-            elif "*" in (index, name) and quoted:
-                value = self._separators()[:1].join(value)
-            elif quoted:
-                yield False, value
-                return
-            else:
-                value = (self._separators()[:1] or " ").join(value)
-        elif value is None and everything and quoted and "*" not in (index, name):
-            yield False, []
+        if everything and quoted and not joins and not isinstance(value, str):
+            yield False, value or []
             return
+        if isinstance(value, list):
+            separator = self._separators()[:1]
+            value = (separator if quoted else separator or " ").join(value)
         elif value is None:
             value = "" if everything else unknown(name)
         yield not quoted, value
