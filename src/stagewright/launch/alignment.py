@@ -153,9 +153,9 @@ def _merged(
     done: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
     """Keys over those of the files in `defaults` that are beside the recipe, each read once."""
-    names = data.get("defaults", ())
+    given: Any = data.get("defaults", [])
     base: dict[str, Any] = {}
-    for name in [names] if isinstance(names, str) else names:
+    for name in cast("list[Any]", given if isinstance(given, list) else [given]):
         path = shell.beside(os.path.dirname(reading.path), str(name))
         if path is None or str(PurePath(str(name)).parent) != "." or str(name) in seen:
             is_grpo = PurePath(str(name)).name == "grpo_math_1B.yaml"

@@ -13,11 +13,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import isfinite, lcm
+from math import lcm
 from pathlib import PurePath
-from typing import Any, cast
+from typing import Any
 
-from stagewright.errors import UserError
+from stagewright.errors import UserError, either
 from stagewright.launch import reading as reads
 from stagewright.launch.reading import Flag, LaunchFile, LaunchSource, Line, Tool, parse, program_of
 from stagewright.launch.shell import ShellCommand, shown
@@ -124,7 +124,6 @@ def _read(source: LaunchSource, command: ShellCommand, tool: str) -> LaunchFile:
     if _OTHER_PROGRAMS.search(program):
         raise reading.fail(f"starts {program}, which runs no training step; wanted one that trains")
     given = reads.apply(reading, flags, ignore_unknown=source.ignore_unknown)
-    _check_numbers(reading)
     present = {flag.row.flag for flag in flags if flag.row}
     if tool == "slime":
         reading.settings = MEGATRON_DEFAULTS | reading.settings
@@ -146,25 +145,6 @@ SLIME = Tool("slime", partial(_command, flag="actor-num-nodes"), partial(_read, 
 
 
 # ---- the machine and the batch -------------------------------------------------------------------
-
-_INTEGERS = (
-    *("tp", "pp", "cp", "ep", "etp", "vpp", "dp_shard", "nodes", "gpus_per_node", "seq_length"),
-    *("micro_batch_size", "global_batch_size", "rollout_batch_size", "n_samples_per_prompt"),
-    *("num_steps_per_rollout", "rollout_max_prompt_len", "rollout_max_response_len"),
-    *("rollout_max_context_len", "max_tokens_per_gpu", "decoder_seq_length"),
-)
-"""Settings with which the rules below compute."""
-
-
-def _check_numbers(reading: LaunchFile) -> None:
-    """Raise UserError for a value that is no number of its kind."""
-    settings = reading.settings
-    reads.check_integers(reading, _INTEGERS)
-    coefficients: Any = settings.get("moe_aux_loss_coeff", 0)
-    for value in cast("list[Any]", coefficients if type(coefficients) is list else [coefficients]):
-        if not isinstance(value, int | float) or not isfinite(value):
-            name = reads.flag_of(reading, "moe_aux_loss_coeff")
-            raise reading.fail(f"{name} is {value!r}, wanted a number")
 
 
 def _gpus(reading: LaunchFile, source: LaunchSource, before: Sequence[str]) -> None:
@@ -249,6 +229,8 @@ def _sharding(reading: LaunchFile, names: set[str]) -> None:
     strategy = settings.pop("data_parallel_sharding_strategy", None)
     if strategy is not None and "use-megatron-fsdp" in names:
         strategies = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+        if strategy not in strategies:
+            raise reading.fail(f"sharding strategy is {strategy!r}, wanted {either(strategies)}")
         settings["zero"] = strategies.index(strategy)
     instances = settings.pop("dp_shard", 1)
     if instances > 1:
@@ -479,7 +461,7 @@ class _ModelReader:
             "max_position_embeddings": self.size("max-position-embeddings", longest)
         }
         if pattern is None:
-            depth = next(name for name in _DEPTH if self.has(name))
+            depth = next((name for name in _DEPTH if self.has(name)), _DEPTH[0])
             return fields | {"num_layers": self.size(depth)}
         main = self.text(pattern).split("/")[0]
         stages = main.split("|")

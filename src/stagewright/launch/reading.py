@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from math import isfinite
 from pathlib import PurePath
 from typing import Any, NamedTuple, cast
 
@@ -314,9 +315,41 @@ def apply(reading: LaunchFile, flags: Sequence[Flag], *, ignore_unknown: bool) -
     reading.ignored += [line._replace(meaning=f"not modelled: {line.meaning}") for line in strange]
     reading.left_out += [line.flag for line in strange]
     reading.notes += [f"{line.flag} is ignored, though it may change the step" for line in strange]
+    _check_numbers(reading)
     if "clip_grad" in reading.settings:  # the largest norm; 0 clips nothing
         reading.settings["clip_grad"] = bool(reading.settings["clip_grad"])
     return of_model
+
+
+_COUNTS = (
+    *("tp", "pp", "cp", "ep", "etp", "vpp", "dp", "dp_shard", "nodes", "gpus", "gpus_per_node"),
+    *("shard_size", "replicate_size", "seq_length", "decoder_seq_length", "micro_batch_size"),
+    *("mini_batch_size", "rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout"),
+    *("rollout_max_prompt_len", "rollout_max_response_len", "rollout_max_context_len"),
+    *("max_tokens_per_gpu", "tokens_of_microbatch", "pp_microbatches", "max_num_seqs"),
+    *("gradient_accumulation_steps", "max_total_tokens", "kv_block_size", "concurrency"),
+)
+"""Settings with which rules of the tools compute: whole numbers from 1."""
+_INTEGERS = ("global_batch_size", "tokens_of_step", "zero", "generation_nodes", "fsdp_size",
+             "lora_rank", "chunked_prefill_size")  # fmt: skip
+"""Others that may be 0 or -1."""
+_NUMBERS = ("moe_aux_loss_coeff", "schedule_conservativeness", "range_ratio", "isl", "osl")
+
+
+def _check_numbers(reading: LaunchFile) -> None:
+    """Raise UserError for a value that is no number of its kind."""
+    for names, wanted in ((_COUNTS, "a whole number from 1"), (_INTEGERS, "a whole number"),
+                          (_NUMBERS, "a number")):  # fmt: skip
+        for name in names:
+            given: Any = reading.settings.get(name, 1)
+            for value in cast("list[Any]", given if type(given) is list else [given]):
+                if names is _NUMBERS:
+                    right = type(value) in (int, float) and isfinite(value)
+                else:
+                    right = type(value) is int and (value > 0 or names is _INTEGERS)
+                if not right:
+                    flag = _flag_of(reading, name)
+                    raise reading.fail(f"{flag} is {value!r}, wanted {wanted}")
 
 
 def _approximate(reading: LaunchFile, flag: Flag, value: str, row: FlagRow) -> None:
@@ -443,17 +476,7 @@ def integer(reading: LaunchFile, flag: Flag) -> int:
     return value
 
 
-def check_integers(reading: LaunchFile, names: Iterable[str]) -> None:
-    """Raise UserError for a setting that rules compute with and that is no whole number from 1."""
-    for name in names:
-        value = reading.settings.get(name, 1)
-        if type(value) is not int or value < 1:
-            raise reading.fail(
-                f"{flag_of(reading, name)} is {value!r}, wanted a whole number from 1"
-            )
-
-
-def flag_of(reading: LaunchFile, setting: str) -> str:
+def _flag_of(reading: LaunchFile, setting: str) -> str:
     """The flag of the file that gives a setting."""
     return next((x.flag for x in reading.lines if x.meaning.startswith(f"{setting} ")), setting)
 

@@ -22,7 +22,6 @@ from stagewright.launch.reading import (
     Line,
     Tool,
     apply,
-    check_integers,
     data_flags,
     parse,
     preset_of,
@@ -85,8 +84,6 @@ def _read_torchtitan(source: LaunchSource, command: ShellCommand) -> LaunchFile:
     )
     extra = [*parse(source.more, [table("torchtitan")])]
     of_model = apply(reading, [*kept, *extra], ignore_unknown=source.ignore_unknown)
-    check_integers(reading, ("tp", "cp", "pp", "ep", "seq_length", "micro_batch_size",
-                          "tokens_of_microbatch", "pp_microbatches"))  # fmt: skip
     settings["framework"] = "torchtitan"
     started_gpus(reading, source, program_of(command)[0])
     settings.setdefault("recompute", "none")
@@ -200,18 +197,10 @@ def _accelerate_claim(source: LaunchSource) -> ShellCommand | None:
     return NO_COMMAND if source.data and "distributed_type" in source.data else None
 
 
-_INTEGERS = (
-    *("gpus", "tp", "cp", "micro_batch_size", "global_batch_size"),
-    *("gradient_accumulation_steps", "shard_size", "replicate_size"),
-)
-"""Settings with which the rules of DeepSpeed and Accelerate compute."""
-
-
 def _read_keys(source: LaunchSource, tool: str, name: str) -> LaunchFile:
     """Settings of a file that names no model."""
     reading = LaunchFile(source.path, name)
     apply(reading, [*data_flags(source.data or {}, tool)], ignore_unknown=source.ignore_unknown)
-    check_integers(reading, _INTEGERS)
     reading.need_model("names no model")
     return reading
 

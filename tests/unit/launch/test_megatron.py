@@ -330,6 +330,25 @@ def test_launchers(tmp_path: Path, headers: str, launcher: str, gpus: int) -> No
     assert sw.read_launch(path).settings["gpus"] == gpus
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--tensor-model-parallel-size 1.5", "--tensor-model-parallel-size is 1.5, wanted a whole"),
+        ("--moe-aux-loss-coeff nan", "--moe-aux-loss-coeff is 'nan', wanted a number"),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy x", "strategy is 'x', wanted"),
+    ],
+)
+def test_values_of_another_kind(script: Callable[..., Path], flags: str, said: str) -> None:
+    with pytest.raises(UserError) as error:
+        sw.load_run(script(f"{SMALL} {flags}"))
+    assert said in str(error.value)
+
+
+def test_a_script_without_layers(script: Callable[..., Path]) -> None:
+    with pytest.raises(UserError, match="has no --num-layers, which a model needs"):
+        sw.load_run(script("--hidden-size 64 --num-attention-heads 4 --seq-length 64 --bf16"))
+
+
 def test_every_flag_of_published_scripts_is_in_a_table() -> None:
     """Flags of two or more of 114 published scripts: each has a meaning or a reason."""
     rows = {**table("megatron"), **table("launchers")}

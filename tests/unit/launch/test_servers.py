@@ -218,6 +218,10 @@ TRTLLM_SERVES = f"trtllm-serve {LLAMA} --tp_size 2 --config c.yaml"
         (f"{SGLANG_SERVES} --moe-a2a-backend none", "", {"ep": None}),
         (f"{SGLANG_SERVES} --enable-ep-moe", "", {"ep": 8}),
         (f"{TRTLLM_SERVES} --max_batch_size 512", "max_batch_size: 64", {"max_num_seqs": 512}),
+        (f"vllm serve {LLAMA} --max-num-seqs x", "", "--max-num-seqs is 'x', wanted"),
+        (f"{SGLANG_SERVES} --chunked-prefill-size x", "", "is 'x', wanted a whole number"),
+        (f"{SGLANG_SERVES} --ep 0", "", "--ep is 0, wanted a whole number from 1"),
+        (f"vllm serve {LLAMA}\nvllm bench serve --input-len 1e400", "", "is inf, wanted a number"),
         (TRTLLM_SERVES, "kv_cache_config: {host_cache_size: 100}", "host_cache_size 100 is not"),
     ],
 )  # fmt: skip
