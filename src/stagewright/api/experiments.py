@@ -77,5 +77,5 @@ def with_launch_file(
 def gpus_per_node(hardware: str | None) -> int:
     """GPUs of a node of hardware, which is a name or the path of a YAML file."""
     if hardware is None:
-        raise UserError("--nodes is for --hardware; add that, or leave --nodes out")
+        raise UserError("--nodes is for --hardware; add that, or give --gpus instead")
     return resolve(hardware).gpus_per_node

@@ -181,8 +181,7 @@ def _check_gpus(reading: LaunchFile, nodes: int) -> None:
     per_node, wanted = gpus // nodes, -(-gpus // least) * least
     note = (
         f"the file starts {plural(nodes, 'node', 'nodes')} of {plural(per_node, 'GPU', 'GPUs')}, "
-        f"but its layout needs a multiple of {least} GPUs: "
-        + (f"--nodes {wanted // per_node}" if wanted % per_node == 0 else f"--gpus {wanted}")
+        f"but its layout needs a multiple of {least} GPUs: --gpus {wanted}"
     )
     reading.notes.append(note)
     reading.moot[note] = (*_SIZES, *_LAYOUT)

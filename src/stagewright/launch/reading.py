@@ -135,6 +135,8 @@ class LaunchFile:
             self.lines.append(Line(flag, shown(text), f"model {preset}"))
         else:
             is_none = f"the model is {shown(text)[:60]}, which is no preset"
+            if names := [name for name in unknown_names(text) if not name.startswith("$")]:
+                is_none = f"{names[0]} is not set in the file; give --set {names[0]}=VALUE"
             self.need_model(is_none if text else "names no model")
         return preset
 

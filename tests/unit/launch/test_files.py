@@ -173,7 +173,7 @@ def test_an_upper_bound_is_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_too_few_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "large.sh"
     path.write_text(LARGE.format(start="torchrun --nproc_per_node 8 --nnodes ${NODES:-1}"))
-    said = "the file starts 1 node of 8 GPUs, but its layout needs a multiple of 16 GPUs: --nodes 2"
+    said = "the file starts 1 node of 8 GPUs, but its layout needs a multiple of 16 GPUs: --gpus 16"
     pipelined = ("--set", "pipeline-model-parallel-size=2")
     code, _, err = run(capsys, "show", path, *pipelined)
     assert (code, said in err) == (2, True)

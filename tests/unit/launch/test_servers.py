@@ -190,6 +190,7 @@ def test_containers(tmp_path: Path) -> None:
     for words in (f"--model {LLAMA}-Instruct -tp 2", f"{LLAMA}-Instruct -tp 2"):
         check(read(tmp_path, f"{text}{words} --port 8000\n{client}\n"), wanted)
     check(read(tmp_path, f"{text}vllm serve {LLAMA} -tp 2\n{client}\n"), wanted)
+    assert "give --set MODEL=VALUE" in read(tmp_path, "vllm serve $MODEL -tp 2\n").needs["model"]
 
 
 LLAMA = "meta-llama/Llama-3.1-8B"

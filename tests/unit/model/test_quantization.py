@@ -59,6 +59,11 @@ def test_weights_are_as_large_as_the_checkpoint(model: str, published: int) -> N
     assert held(DATA / f"configs/{model}.json") == published
 
 
+def test_minimax_is_in_fp8() -> None:
+    """A byte for a parameter, and another for those of embeddings and of the head."""
+    assert 1.005 < held("minimax-m2.5") / 228_689_748_992 < 1.007
+
+
 def test_gpt_oss_fits_one_gpu() -> None:
     run = sw.Run(
         model="gpt-oss-120b", mode="decode", batch_size=32, context_length=4096,
