@@ -172,7 +172,7 @@ class _Reader:
         self.attributes: dict[str, str] = {}
         """Letters of `declare` that change what a variable takes: i, u, l, n."""
         self.maps: set[str] = set()
-        """Associative arrays."""
+        """Associative arrays; their items are `[KEY]=VALUE`."""
         self.before: tuple[str, ...] = ()
         """Words of the launcher whose `-c` is being read."""
         self.depth = self.steps = self.made = self.sourced = self.loops = 0
@@ -797,7 +797,7 @@ class _Reader:
             lexer = Lexer(value[1:-1], self.path)
             words = [token.text for token in lexer.tokens() if token.is_word]
             items = [item for word in words for item in self._fields(word)]
-            if name not in self.maps and any(re.match(r"\[\d+\]=", item) for item in items):
+            if name not in self.maps and any(re.match(r"\[[^\]]*\]=", item) for item in items):
                 self._hide([name])
                 return
             old = self.script.variables.get(name, []) if adds else []
@@ -972,10 +972,10 @@ class _Reader:
         length, name, index = match.groups()
         rest, value = text[match.end() :], self._value(name)
         if index not in (None, "@", "*") and isinstance(value, list):
-            key = f"[{self._text(index)}]="
-            if named := [item for item in value if item.startswith("[")]:  # declare -A
-                found = (item.removeprefix(key) for item in named if item.startswith(key))
-                value, place = next(found, None), None
+            if name in self.maps:
+                key = f"[{self._text(index)}]="
+                values = (item.removeprefix(key) for item in value if item.startswith(key))
+                value = next(values, None)
             else:
                 place = self._number(index)
                 inside = place is not None and -len(value) <= place < len(value)
@@ -1021,20 +1021,26 @@ class _Reader:
             if value is not None and not plain and value and not isinstance(value, list):
                 return value  # set by what is not followed
             return "" if value is None or (sign == ":+" and not plain) else self._text(word)
+        if value is None:
+            return None
+        if isinstance(value, str) and (unknown_names(value) or len(value) > 4000):
+            return unknown(name)
+        if sign == ":":
+            first, _, count = word.partition(":")
+            begin = self._number(first)
+            length = self._number(count) if count else len(value)
+            if begin is None or length is None:
+                return unknown(name)
+            if isinstance(value, str):
+                return value[begin:][:length] if -begin <= len(value) else ""
+            from_one = name in "@*"
+            if min(begin, length) < from_one:
+                return unknown(name)
+            return value[begin - from_one :][:length]
         if isinstance(value, list):
-            if sign == ":":
-                first, _, count = word.partition(":")
-                begin = self._number(first)
-                wanted = self._number(count) if count else len(value)
-                if begin is None or wanted is None or min(begin, wanted) < (name in "@*"):
-                    return unknown(name)
-                begin -= name in "@*"
-                return value[begin : begin + wanted]
             changed = [self._changed(name, item, rest) for item in value]
             texts = [item for item in changed if isinstance(item, str)]
             return texts if len(texts) == len(value) else unknown(name)
-        if not isinstance(value, str) or unknown_names(value) or len(value) > 4000:
-            return value if value is None else unknown(name)
         if sign in ("^", "^^", ",", ",,"):
             if word:
                 return unknown(name)
@@ -1043,13 +1049,6 @@ class _Reader:
         if sign in ("/", "//"):
             changed = self._replaced(value, word, sign == "//")
             return unknown(name) if changed is None else changed
-        if sign == ":":
-            first, _, count = word.partition(":")
-            begin = self._number(first)
-            wanted = self._number(count) if count else None
-            if begin is None or (count and wanted is None):
-                return unknown(name)
-            return value[begin:][:wanted] if -begin <= len(value) else ""
         pattern = self._pattern(word)[:200]
         cuts = range(len(value) + 1)
         if sign[0] == "#":
