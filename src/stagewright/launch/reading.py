@@ -225,15 +225,19 @@ def parse(
 
 
 def data_flags(data: Mapping[str, Any], tool: str, prefix: str = "") -> Iterator[Flag]:
-    """Keys of nested mappings as flags with dots; null and `auto` say nothing."""
+    """Keys of nested mappings as flags with dots; null, without a word, and `auto` say nothing."""
     for key, value in data.items():
         name = f"{prefix}{key}"
+        row = row_of(table(tool), canonical(name))
         if isinstance(value, Mapping):
             yield from data_flags(cast("Mapping[str, Any]", value), tool, f"{name}.")
-        elif value is not None and value not in ("auto", ""):
+        elif value is None:
+            if row and row.setting and "null" in row.words:
+                yield Flag(name, ("null",), row)
+        elif value not in ("auto", ""):
             items = cast("list[object]", value) if isinstance(value, list) else [value]
             texts = [str(x).lower() if isinstance(x, bool) else str(x) for x in items]
-            yield switched(Flag(name, tuple(texts), row_of(table(tool), canonical(name))))
+            yield switched(Flag(name, tuple(texts), row))
 
 
 def switched(flag: Flag) -> Flag:

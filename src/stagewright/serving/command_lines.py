@@ -128,6 +128,13 @@ def _stored(run: Run) -> str | None:
     return None if run.weight_precision == "bf16" else run.weight_precision
 
 
+def _launch_mode(group: InstanceGroup) -> str | None:
+    """Eager steps; None: CUDA graphs, which engines have by default."""
+    execution = group.instance.execution
+    is_eager = execution is not None and execution.launch_mode in ("eager", "blocking")
+    return "eager" if is_eager else None
+
+
 def _of_checkpoint(tool: str, run: Run) -> Iterator[str]:
     """Comment on weights that the server does not convert itself."""
     stored = _stored(run)
@@ -163,6 +170,7 @@ def _vllm(group: InstanceGroup) -> Iterator[str]:
         "enable_prefix_caching": engines.enable_prefix_caching,
         "enable_chunked_prefill": engines.enable_chunked_prefill is not False,
         "async_scheduling": schedules_ahead(engines, run.pp),
+        "launch_mode": _launch_mode(group),
     }
     more = {
         "kv-cache-dtype": None if run.kv_cache_dtype else "auto",
@@ -174,6 +182,9 @@ def _vllm(group: InstanceGroup) -> Iterator[str]:
     yield _line(f"vllm serve {_model(group)}", _options("vllm", settings, more))
     if run.num_speculative_tokens and not speculative:
         yield _FREE_DRAFTS.format(run.num_speculative_tokens)
+    ranks = run.tp * run.cp * run.dp
+    if experts and run.ep not in (1, ranks):
+        yield f"# ep={run.ep} of {ranks} ranks has no option: this line has ep={ranks}"
     yield from _of_checkpoint("vllm", run)
 
 
@@ -205,6 +216,7 @@ def _sglang(group: InstanceGroup) -> Iterator[str]:
         "enable_mixed_chunk": engines.enable_mixed_chunk or None,
         "enable_prefix_caching": engines.enable_prefix_caching,
         "async_scheduling": engines.async_scheduling,
+        "launch_mode": _launch_mode(group),
     }
     more: dict[str, Any] = {"kv-cache-dtype": None if run.kv_cache_dtype else "auto"}
     if speculates:
@@ -261,6 +273,7 @@ def _trtllm(group: InstanceGroup) -> Iterator[str]:
         more["cache_transceiver_config.backend"] = "DEFAULT"
     options = _options("trtllm", settings, more)
     fields = nested({name: text for name, text in options.items() if name not in _LINE})
+    fields |= {"cuda_graph_config": None} if _launch_mode(group) else {}
     if replicas > 1 and run.tp > 1:
         yield (
             f"# tp={run.tp} in each of dp={replicas} has no option: attention is split by tp or "

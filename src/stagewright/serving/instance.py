@@ -62,6 +62,8 @@ class Instance:
     cache: KvCapacity
     drafter: Drafter | None = None
     """Drafter of speculative decoding that takes GPU time."""
+    execution: Execution | None = None
+    """Execution of its steps; None: as the engine has it."""
 
     @property
     def gpus(self) -> int:
@@ -112,7 +114,7 @@ def make_instance(
     times = step_times(run, model, machine, execution, **limits)
     if drafter is not None:
         times = drafted_times(times, drafter, machine, execution)
-    return Instance(run, model, machine, times, cache, drafter)
+    return Instance(run, model, machine, times, cache, drafter, execution)
 
 
 def drafted_times(

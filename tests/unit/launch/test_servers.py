@@ -223,6 +223,8 @@ TRTLLM_SERVES = f"trtllm-serve {LLAMA} --tp_size 2 --config c.yaml"
         (f"{SGLANG_SERVES} --chunked-prefill-size x", "", "is 'x', wanted a whole number"),
         (f"{SGLANG_SERVES} --ep 0", "", "--ep is 0, wanted a whole number from 1"),
         (f"vllm serve {LLAMA}\nvllm bench serve --input-len 1e400", "", "is inf, wanted a number"),
+        (TRTLLM_SERVES, "cuda_graph_config: null", {"launch_mode": "eager"}),
+        (TRTLLM_SERVES, "cuda_graph_config: {enable_padding: true}", {"launch_mode": None}),
         (TRTLLM_SERVES, "kv_cache_config: {host_cache_size: 100}", "host_cache_size 100 is not"),
     ],
 )  # fmt: skip

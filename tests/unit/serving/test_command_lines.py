@@ -13,6 +13,7 @@ import stagewright as sw
 from helpers import cases
 from stagewright.errors import UserError
 from stagewright.model.catalog import resolve as model_of
+from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.serving import EngineSection
 from stagewright.run.settings import Run
 from stagewright.serving.batch import StepBatch
@@ -65,10 +66,12 @@ def test_what_is_written_is_read_as_the_same_run(engine: str, seed: int, tmp_pat
                    "batch_wait_timeout_iters": draw.choice([0, 4])},
     }[engine]  # fmt: skip
     machine = Machine.of(hardware_of("h200"), gpus=tp * dp)
-    of = InstanceGroup.of(run, model_of(MODEL), machine, EngineSection(**settings))
+    execution = Execution(launch_mode=draw.choice([None, "eager"]))
+    of = InstanceGroup.of(run, model_of(MODEL), machine, EngineSection(**settings), execution)
     path = tmp_path / "serve.sh"
     path.write_text("\n".join(command_lines(Deployment((of,)), engine)))
     read = sw.read_launch(path).settings
+    assert read.get("launch_mode") == execution.launch_mode
     assert {name: read.get(name, getattr(EngineSection(), name)) for name in settings} == settings
     found = sw.load_run(path)
     names = ["model", "tp", "dp", "ep", "kv_cache_dtype", "kv_block_size", "weight_precision"]
