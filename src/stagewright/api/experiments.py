@@ -58,9 +58,10 @@ def read_launch(
 def with_launch_file(
     what: object, settings: Mapping[str, Any], *, serves: bool = False
 ) -> tuple[Any, dict[str, Any]]:
-    """If `what` is a launch file: its model, and its settings where `settings` lacks them.
+    """Model and settings of a launch file; `settings` replace the file's.
 
-    `serves`: with the settings of requests and engines, and without those of one step.
+    Without a launch file, both arguments are returned. `serves`: with the settings of requests and
+    engines, and without those of one step.
     """
     given = {**settings}
     path = what if isinstance(what, str) else str(what) if isinstance(what, Path) else ""

@@ -382,7 +382,7 @@ def _of_named_model(reading: LaunchFile, given: Mapping[str, Flag]) -> None:
 
 
 class _ModelReader:
-    """Reads a model from flags."""
+    """Reads a model from flags: numbers and words of single flags, then groups of fields."""
 
     def __init__(self, reading: LaunchFile, given: Mapping[str, Flag], program: str) -> None:
         self.reading, self.given, self.program = reading, given, PurePath(program).name

@@ -2,6 +2,7 @@
 
 They are rows of the tables of these tools. `OTHERS` set other settings than one of their name, with
 help; `FOREIGN` says why an option sets nothing. Names are spelled as `canonical` has them.
+`run.other_names` translates values with them; `written` finds the flag of a tool for a setting.
 """
 
 from __future__ import annotations
