@@ -23,7 +23,7 @@ import numpy as np
 import choices
 import predictions
 import regret
-from stagewright.evidence.inference import SCHEDULERS, ServedRow, model_of_row
+from stagewright.evidence.inference import ServedRow, model_of_row
 from stagewright.evidence.kernels import KernelRow
 from stagewright.evidence.memory import BETWEEN_STEPS
 from stagewright.evidence.rows import Prediction, Row
@@ -32,6 +32,7 @@ from stagewright.evidence.statistics import GROUPS, SWEEP, errors_by_group
 from stagewright.evidence.training import Measurement, not_compared, sources
 from stagewright.model.catalog import resolve as model_of
 from stagewright.model.presets import family
+from stagewright.serving.schedulers.named import ENGINES
 from stagewright.time.hardware import resolve
 from stagewright.time.simulate.launches import launch_mode
 from stagewright.views.accuracy import ExpectedError, inferred
@@ -286,7 +287,7 @@ def _served_rows(*quantities: str) -> Iterator[tuple[Group, Compared]]:
             assert isinstance(c.row, StageRow)
             server, checkpoint = c.row.server, ""
         group = _group_of_server(server.hardware, server.settings, checkpoint)
-        yield (SCHEDULERS[server.engine], *group), c
+        yield (ENGINES[server.engine], *group), c
 
 
 def _drafted() -> Iterator[tuple[Group, Compared]]:
@@ -466,7 +467,7 @@ def _engine(c: Compared) -> str:
     return f"{c.source.split(', ')[1]}, {c.row.hardware}"
 
 
-ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
+ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
 QUANTITIES = {
     "tpot_ms": "time per token",
     "ttft_ms": "first token",
@@ -482,7 +483,7 @@ def _served(c: Compared) -> str:
     source = c.source
     if source == "aiconfigurator, first tokens":
         assert isinstance(c.row, ClosedLoopRow)
-        source = f"aiconfigurator, {ENGINES[c.row.served.engine]}"
+        source = f"aiconfigurator, {ENGINE_NAMES[c.row.served.engine]}"
     elif "multi-token" in source:
         source = "InferenceX, multi-token prediction"
     return f"{source}: {QUANTITIES[c.quantity]}"

@@ -17,13 +17,14 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
-from stagewright.evidence.inference import SCHEDULERS, model_of_row
+from stagewright.evidence.inference import model_of_row
 from stagewright.evidence.rows import Prediction
 from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.serving.engines import EngineSection
 from stagewright.serving.deployment import InstanceGroup
 from stagewright.serving.instance import Instance, make_instance
 from stagewright.serving.metrics import ServingSummary, Slo
+from stagewright.serving.schedulers.named import ENGINES
 from stagewright.serving.speculative import drafter_of
 from stagewright.serving.workloads.synthetic import Lengths, closed_loop
 from stagewright.time.hardware import resolve
@@ -126,7 +127,7 @@ def served(row: Measured) -> ServingSummary:
     """Latencies and rates of the users of a row."""
     made = server(row.hardware, row.engine, row.precision, row.tp, row.ep, row.drafts)
     options: dict[str, Any] = {
-        "scheduler": SCHEDULERS[row.engine], "ignore_eos": True, "enable_prefix_caching": False,
+        "scheduler": ENGINES[row.engine], "ignore_eos": True, "enable_prefix_caching": False,
         "acceptance_length": row.acceptance,
     }  # fmt: skip
     if row.engine == "trtllm":
@@ -160,6 +161,6 @@ def predictions() -> Iterator[Prediction]:
         }
         for quantity, (measured, predicted) in figures.items():
             yield Prediction(
-                f"InferenceX, multi-token prediction, {SCHEDULERS[row.engine]}",
+                f"InferenceX, multi-token prediction, {ENGINES[row.engine]}",
                 f"{name} x{row.users} {row.date}", quantity, measured, predicted,
             )  # fmt: skip

@@ -28,7 +28,7 @@ import numpy as np
 from fit_kernels import held_out
 from stagewright.errors import UserError
 from stagewright.evidence import inference, servers
-from stagewright.evidence.inference import HOST_MS, SCHEDULERS, ServedRow
+from stagewright.evidence.inference import HOST_MS, ServedRow
 from stagewright.model.catalog import resolve
 from stagewright.serving import deployment
 from stagewright.serving import host as hosts
@@ -136,12 +136,11 @@ def _by_engine(
     """Errors by constants, and which rows are held out, of each engine."""
     carried = dict(hosts.HOSTS)
     result: dict[str, tuple[dict[tuple[float, ...], np.ndarray], np.ndarray]] = {}
-    for engine in sys.argv[2:] or SCHEDULERS:
-        name = SCHEDULERS[engine]
+    for engine in sys.argv[2:] or hosts.HOSTS:
         mine = [of for of in loops if of.served.engine == engine and _fits(of)]
         every: dict[tuple[float, ...], np.ndarray] = {}
         for constants in itertools.product(*grid) if mine else ():
-            hosts.HOSTS = {**carried, name: replace(carried[name], **fields(constants))}
+            hosts.HOSTS = {**carried, engine: replace(carried[engine], **fields(constants))}
             deployment.HOSTS = hosts.HOSTS
             every[constants] = np.array(
                 [of.predict(of.simulate()) / of.measured - 1 for of in mine]

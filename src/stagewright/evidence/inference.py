@@ -25,7 +25,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from stagewright.evidence.rows import Row, carried_cells, carried_text, of_cells
 from stagewright.evidence.training import run_of_values
@@ -35,7 +35,7 @@ from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import ModelConfig
 from stagewright.model.hf.quantization import read_quantization
 from stagewright.program.fit import peak_in_program_order
-from stagewright.run.sections.execution import Execution
+from stagewright.run.sections.execution import Execution, ServingEngine
 from stagewright.run.settings import Run
 from stagewright.serving.host import HOSTS, NO_HOST
 from stagewright.time.hardware import resolve
@@ -43,7 +43,6 @@ from stagewright.time.network import Machine
 from stagewright.time.power import idle_watts
 from stagewright.time.simulate.step import simulate
 
-Engine = Literal["vllm", "sglang", "trtllm"]
 QUANTITIES = {
     "tpot_ms": "mean milliseconds between two tokens of a request",
     "ttft_ms": "mean milliseconds from a request to its first token",
@@ -59,9 +58,6 @@ RESERVED_SHARE, RESERVED_BYTES = 0.1, 2e9
 allowance for activations and graphs."""
 
 
-SCHEDULERS = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt-llm"}
-"""By engine, as `serving` names them; what the host of each takes for a step is in
-`serving.host.HOSTS`."""
 HOST_MS: Mapping[str, tuple[float, float]] = {
     "vllm": (5.0, 16.0),
     "trtllm": (0.0, 4.0),
@@ -81,7 +77,7 @@ ROUNDS = 3
 class ServedRow(Row):
     """One published figure of a server, and its load."""
 
-    engine: Engine
+    engine: ServingEngine
     concurrency: float | None
     request_rate: float | None
     """Requests per second."""
@@ -145,7 +141,7 @@ def _row(cells: Mapping[str, str]) -> ServedRow:
     settings = {k: int(v) if v.isdecimal() else v for k, v in values.items()}
     return ServedRow(
         **of_cells(cells),
-        engine=cast("Engine", cells["engine"]),
+        engine=cast("ServingEngine", cells["engine"]),
         concurrency=float(cells["concurrency"]) if cells["concurrency"] else None,
         request_rate=float(cells["request_rate"]) if cells["request_rate"] else None,
         isl=int(cells["isl"]),
@@ -207,7 +203,7 @@ def _steady(
     row: ServedRow, requests: float, chunks: int, decode: _TimedStep, both: _TimedStep
 ) -> SteadyState:
     """Figures of `requests` on a rank of dp, which wait for prompts of other users only."""
-    host = HOSTS.get(SCHEDULERS.get(row.engine, ""), NO_HOST)
+    host = HOSTS.get(row.engine, NO_HOST)
     ahead = client_of(row).options.get("async_scheduling", True)
     host = replace(host, overlaps_gpu=ahead)
     waited = host.step_interval(decode.seconds, requests)

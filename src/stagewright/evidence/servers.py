@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from stagewright.evidence.inference import SCHEDULERS, Engine, ServedRow, client_of, model_of_row
+from stagewright.evidence.inference import ServedRow, client_of, model_of_row
 from stagewright.evidence.inference import rows as inference_rows
 from stagewright.evidence.rows import Row, carried_text, within
 from stagewright.files import own_yaml
-from stagewright.run.sections.execution import Execution
+from stagewright.run.sections.execution import Execution, ServingEngine
 from stagewright.run.sections.serving.engines import EngineSection
 from stagewright.serving.deployment import InstanceGroup
 from stagewright.serving.instance import Instance, make_instance
 from stagewright.serving.metrics import RequestTimes, ServingSummary, Slo
-from stagewright.serving.schedulers.named import batch_limits
+from stagewright.serving.schedulers.named import ENGINES, batch_limits
 from stagewright.serving.workloads.synthetic import (
     Lengths,
     LoadStage,
@@ -68,7 +68,7 @@ class LoadedServer:
 
     name: str
     hardware: str
-    engine: Engine
+    engine: ServingEngine
     settings: Mapping[str, Any]
     options: Mapping[str, Any]
     prompts: SharedPrefix
@@ -78,7 +78,7 @@ class LoadedServer:
         """Milliseconds of each stage by quantity."""
         options = dict(self.options)
         settings = {**self.settings, "max_model_len": options.pop("max_model_len")}
-        engines = EngineSection(scheduler=SCHEDULERS[self.engine], **options)
+        engines = EngineSection(scheduler=ENGINES[self.engine], **options)
         group = _group(self.hardware, self.engine, settings, engines)
         work = load_in_stages(self.stages, self.prompts)
         outcome = group.serve(work, Slo()).outcome
@@ -182,7 +182,7 @@ class ClosedLoopRow(Row):
         assert row.concurrency is not None
         # Clients ask for all tokens: `--ignore-eos`, `ignore_eos:true`.
         options: dict[str, Any] = {"ignore_eos": True, **client.options}
-        options["scheduler"] = SCHEDULERS[row.engine]
+        options["scheduler"] = ENGINES[row.engine]
         engines = EngineSection(enable_prefix_caching=False, **options)
         settings = {**row.settings, **client.settings}
         group = _group(
@@ -246,7 +246,7 @@ def _server(loop: ClosedLoopRow) -> str:
 
 def _group(
     hardware: str,
-    engine: Engine,
+    engine: ServingEngine,
     settings: Mapping[str, Any],
     engines: EngineSection,
     checkpoint: str = "",
@@ -267,7 +267,7 @@ def _group(
 @cache
 def _instance(
     hardware: str,
-    engine: Engine,
+    engine: ServingEngine,
     settings: tuple[tuple[str, Any], ...],
     checkpoint: str,
     tokens: int,

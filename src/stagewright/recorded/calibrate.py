@@ -57,7 +57,7 @@ _REACHED = 0.02
 """Distance of the median kernel from the model up to which a figure with limits explains it."""
 _OTHER_WORK = 1.5
 """Multiple of the median interval of launches from which on an interval holds other work."""
-_GRAPH_US = LAUNCH_COSTS["compile"].call
+_GRAPH_US, _CALL_US = LAUNCH_COSTS["compile"].call, LAUNCH_COSTS["eager"].call
 """Interval of launches (us) below which they are not calls of operators but of compiled code."""
 
 
@@ -302,11 +302,9 @@ def _set_host(fit: _Calibrating, traces: Sequence[RankTrace]) -> None:
     An op counts from its first launch: cuBLAS clears its workspace just before the product.
     """
     intervals: list[int] = []
-    names: set[str] = set()
     for trace in traces:
         product_calls = {id(k.call) for k in trace.kernels if k.call and k.family == "gemm"}
         launching = {id(k.call) for k in trace.kernels if k.call}
-        names.update(k.op.name for k in trace.kernels if k.op)
         first: dict[str, RuntimeCall] = {}  # launch of the latest op, by thread
         gap: dict[str, int] = {}  # from the op before to the latest
         for call in trace.calls:
@@ -321,8 +319,6 @@ def _set_host(fit: _Calibrating, traces: Sequence[RankTrace]) -> None:
                         gap[call.thread] = call.start - before.start
                 if id(call) in product_calls and call.thread in gap:
                     intervals.append(gap.pop(call.thread))
-    trains = any("backward" in name.lower() or "_bwd" in name for name in names)
-    mode = "eager" if trains else "serving"
     typical = median(intervals) / 1000 if intervals else 0.0
     if len(intervals) < FEWEST or typical < _GRAPH_US:
         why = f"launches every {typical:.1f} us, of a graph or of compiled code"
@@ -332,9 +328,9 @@ def _set_host(fit: _Calibrating, traces: Sequence[RankTrace]) -> None:
     # Longer intervals hold other work of the host.
     intervals = [ns for ns in intervals if ns < _OTHER_WORK * typical * 1000]
     typical = median(intervals) / 1000
-    factor, base = typical / LAUNCH_COSTS[mode].call, fit.hardware.host_factor
+    factor, base = typical / _CALL_US, fit.hardware.host_factor
     shares = np.array(intervals) / 1000 / typical
-    what = f"launches of products: {typical:.1f} us, beside {LAUNCH_COSTS[mode].call:g} of {mode}"
+    what = f"launches of products: {typical:.1f} us, beside {_CALL_US:g} of eager"
     if fit.set("host_factor", factor, base, shares, what):
         fit.hardware = fit.hardware.model_copy(update={"host_factor": factor})
 

@@ -21,7 +21,7 @@ from stagewright.launch.tables import nested, value_of
 from stagewright.run.sections.declare import text_of
 from stagewright.run.settings import Run
 from stagewright.serving.deployment import Deployment, InstanceGroup
-from stagewright.serving.schedulers.named import schedules_ahead
+from stagewright.serving.schedulers.named import ENGINES, schedules_ahead
 
 _JOINING = {
     "vllm": [
@@ -44,8 +44,6 @@ _JOINING = {
 }
 """Comments on how instances for prefill and for decode are reached, by engine."""
 HUB = "https://huggingface.co/"
-ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt-llm"}
-"""Scheduler of each engine."""
 
 
 def check_engine(engine: str, schedulers: Sequence[str]) -> None:

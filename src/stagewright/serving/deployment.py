@@ -39,6 +39,7 @@ from stagewright.serving.schedulers.named import (
     BatchLimits,
     batch_limits,
     class_of,
+    engine_of,
     refuse_chunks_below_a_block,
     refuse_others,
     scheduler_of,
@@ -93,6 +94,7 @@ class InstanceGroup:
     ) -> Self:
         """Make the step times of a layout, or share those of an equal group among `others`.
 
+        Kernels are those of the engine whose scheduler it is, unless the execution names one.
         Raises UserError as `make_instance` does, and for settings of another scheduler.
         """
         limits = batch_limits(settings, machine.hardware)
@@ -101,14 +103,19 @@ class InstanceGroup:
             refuse_others(settings)
         router_of(settings.router)
         drafts = settings.speculative_method, settings.speculative_model
+        engine = engine_of(scheduler or scheduler_of(settings, limits, run.pp))
         for other in others:
             instance, its = other.instance, other.settings
             if (
                 (instance.run, instance.machine, other.limits) == (run, machine, limits)
                 and (its.gpu_memory_utilization, its.free_gpu_memory_fraction) == memory
                 and (its.speculative_method, its.speculative_model) == drafts
+                and engine_of(other.scheduler) == engine
             ):
                 return cls(instance, settings, role, scheduler)
+        execution = execution or Execution()
+        if execution.serving_engine is None:
+            execution = replace(execution, serving_engine=engine)
         instance = make_instance(
             run, model, machine, execution, max_tokens=limits.tokens, max_requests=limits.requests,
             gpu_memory_utilization=memory[0], free_gpu_memory_fraction=memory[1],
@@ -158,8 +165,8 @@ class InstanceGroup:
 
         What schedules a step while the one before runs, hides it behind that.
         """
-        engines = (name for name in HOSTS if isinstance(self.scheduler, class_of(name)))
-        host = next((HOSTS[name] for name in engines), NO_HOST)
+        engine = engine_of(self.scheduler)
+        host = HOSTS[engine] if engine else NO_HOST
         return replace(host, overlaps_gpu=bool(getattr(self.scheduler, "async_scheduling", False)))
 
     @property

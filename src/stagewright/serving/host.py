@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from stagewright.run.sections.execution import ServingEngine
 from stagewright.serving.batch import UNLIMITED, DecodeRun
 
 
@@ -63,7 +64,7 @@ class HostTimes:
 
 NO_HOST = HostTimes()
 """Host that takes no time."""
-HOSTS: Mapping[str, HostTimes] = {
+HOSTS: Mapping[ServingEngine, HostTimes] = {
     "vllm": HostTimes(
         per_step=1.2e-3,
         per_request_step=3e-5,
@@ -72,7 +73,7 @@ HOSTS: Mapping[str, HostTimes] = {
         exposed_per_request=4e-6,
         per_request=6.5e-3,
     ),
-    "tensorrt-llm": HostTimes(
+    "trtllm": HostTimes(
         per_step=0.8e-3,
         per_request_step=3e-5,
         max_requests=128,
@@ -87,7 +88,7 @@ HOSTS: Mapping[str, HostTimes] = {
         per_prompt_token=2.9e-6,
     ),
 }
-"""Host times by serving engine (the program), which is named like its scheduler.
+"""Host times by serving engine (the program).
 
 `per_step`, `per_request_step`: fitted to times per output token of 70% of the closed loops of dense
 models (`benchmarks/fit_requests.py steps`). vLLM 0.12.0 (2025-12) and TensorRT-LLM 1.0.0rc3

@@ -101,7 +101,7 @@ def test_the_host_of_a_step_runs_beside_the_gpu_or_after_it() -> None:
     AIConfigurator's server does not schedule ahead, so that its host is added to the GPU's step.
     """
     alone = inference.steady_state(ROW).tpot
-    vllm, trtllm = HOSTS["vllm"], HOSTS["tensorrt-llm"]
+    vllm, trtllm = HOSTS["vllm"], HOSTS["trtllm"]
     found = inference.steady_state(dataclasses.replace(ROW, engine="trtllm")).tpot
     assert alone < found == pytest.approx(trtllm.step(1))
     found = inference.steady_state(dataclasses.replace(ROW, engine="vllm")).tpot

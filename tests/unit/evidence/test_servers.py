@@ -7,7 +7,6 @@ import pytest
 from stagewright.evidence import servers
 from stagewright.evidence.inference import (
     REQUESTS_PER_USER,
-    SCHEDULERS,
     ServedRow,
     client_of,
     entries,
@@ -15,6 +14,7 @@ from stagewright.evidence.inference import (
 )
 from stagewright.evidence.servers import closed_loops
 from stagewright.run.sections.serving.engines import EngineSection
+from stagewright.serving.schedulers.named import ENGINES
 
 ROW = ServedRow(
     source="aiconfigurator, vLLM", row="a row", hardware="h100-sxm", quantity="ttft_ms",
@@ -80,4 +80,4 @@ def test_every_entry_is_cited_and_of_several_rows(monkeypatch: pytest.MonkeyPatc
         assert entry.cited
         assert len({of.experiment for of in loops if entry.fits(of.served)}) > 1
     for of in loops:
-        EngineSection(scheduler=SCHEDULERS[of.served.engine], **client_of(of.served).options)
+        EngineSection(scheduler=ENGINES[of.served.engine], **client_of(of.served).options)

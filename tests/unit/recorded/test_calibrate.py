@@ -137,7 +137,7 @@ def test_the_host_is_measured_from_op_to_op(tmp_path):
         step.kernel("sm90_xmma_gemm_bf16", at + 88, 3, launched=at + 85)
     result = sw.calibrate(step.write(tmp_path / "a.json"), "h100-sxm")
     (figure,) = (row for row in result.table("figures").rows if row["figure"] == "host_factor")
-    assert figure["calibrated"] == pytest.approx(70 / 35)
+    assert figure["calibrated"] == pytest.approx(70 / 60)
     assert "traces are of" not in " ".join(result.notes)
     other = sw.calibrate(tmp_path / "a.json", "a100-sxm-80gb")
     assert other.notes[0].startswith("traces are of NVIDIA H100, the base is a100-sxm-80gb")

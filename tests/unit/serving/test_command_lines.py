@@ -92,7 +92,7 @@ def test_a_scheduler_given_as_an_object_is_named_by_its_class(engine: str):
     assert of.scheduler_name == ENGINES[engine]
     other = replace(of, own_scheduler=OneByOne())
     assert other.scheduler_name == "OneByOne"
-    assert replace(of.host, overlaps_gpu=False) == HOSTS[ENGINES[engine]]
+    assert replace(of.host, overlaps_gpu=False) == HOSTS[engine]
     assert of.host.overlaps_gpu
     assert not replace(of, settings=replace(of.settings, async_scheduling=False)).host.overlaps_gpu
     assert other.host == HostTimes()

@@ -20,6 +20,8 @@ MOST_METADATA_S = 10.0
 GRAPH_MODULES = ("attn", "mlp", "mamba", "moe_router", "moe_preprocess", "moe")
 """Modules of a layer that may be captured as CUDA graphs, in Megatron-LM's words."""
 
+ServingEngine = Literal["vllm", "sglang", "trtllm"]
+
 ISSUED_BY = (
     "streams", "no_overlap", "prefetch", "overlap_param_gather", "overlap_moe_expert_parallel_comm"
 )  # fmt: skip
@@ -70,10 +72,10 @@ class Execution:
     )
     """Not once for each expert: Megatron-LM's `--moe-token-dispatcher-type flex`. Durations follow
     it; traces have a copy for each expert."""
-    serving_engine: Literal["vllm", "sglang", "trtllm"] | None = of_inference(
+    serving_engine: ServingEngine | None = of_inference(
         None,
         "Serving engine whose kernels run: vLLM, SGLang or TensorRT-LLM.",
-        unset="constants for all three",
+        unset="the scheduler's in serving; in steps alone, constants for all three",
     )
     """Constants of an engine's own kernels, where the hardware has any, and what it does within one
     kernel; see `time.engines`."""

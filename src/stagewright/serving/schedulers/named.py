@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from typing import Any, NamedTuple, cast
 
 from stagewright.errors import UserError, did_you_mean, either
+from stagewright.run.sections.execution import ServingEngine
 from stagewright.run.sections.serving import EngineSection
 from stagewright.serving.engine import Scheduler
 from stagewright.serving.schedulers.sglang import SGLang
@@ -18,6 +19,12 @@ from stagewright.time.hardware import Hardware
 
 ENTRY_POINTS = "stagewright.schedulers"
 """The group in which installed packages declare schedulers of their own."""
+ENGINES: Mapping[str, str] = {
+    "vllm": "vllm",
+    "sglang": "sglang",
+    "trtllm": "tensorrt-llm",
+}
+"""Scheduler of each engine, in the words of `Execution.serving_engine`."""
 SCHEDULERS: Mapping[str, type[Any]] = {
     "vllm": Vllm,
     "sglang": SGLang,
@@ -117,6 +124,12 @@ def refuse_others(settings: EngineSection) -> None:
 def class_of(scheduler: str) -> Any:
     """Class of a scheduler by name."""
     return SCHEDULERS.get(scheduler) or _installed(scheduler)
+
+
+def engine_of(scheduler: Scheduler) -> ServingEngine | None:
+    """Engine whose scheduler this is, or derives from."""
+    of = (engine for engine, name in ENGINES.items() if isinstance(scheduler, class_of(name)))
+    return cast("ServingEngine | None", next(of, None))
 
 
 def _settings(scheduler_class: Any) -> set[str]:
