@@ -17,7 +17,15 @@ from typing import Any, cast
 
 from stagewright.errors import UserError, either
 from stagewright.files import from_json, from_yaml, open_regular, read_text
-from stagewright.launch import alignment, megatron, recipe_functions, recipes, servers, shell
+from stagewright.launch import (
+    alignment,
+    megatron,
+    recipe_functions,
+    recipes,
+    servers,
+    shell,
+    trainer,
+)
 from stagewright.launch.reading import LaunchFile, LaunchSource, Tool
 from stagewright.launch.shell import ShellCommand, shown
 from stagewright.launch.tables import put
@@ -27,6 +35,7 @@ from stagewright.model.presets import PRESETS
 TOOLS: tuple[Tool, ...] = (
     megatron.SLIME,
     alignment.BRIDGE,
+    trainer.TRAINER,
     megatron.MEGATRON,
     recipes.TORCHTITAN,
     recipes.DEEPSPEED,

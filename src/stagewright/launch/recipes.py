@@ -205,7 +205,7 @@ def _read_keys(source: LaunchSource, tool: str, name: str) -> LaunchFile:
     return reading
 
 
-def _accumulate(reading: LaunchFile, steps: int | None) -> None:
+def accumulate(reading: LaunchFile, steps: int | None) -> None:
     """The batch of several microbatches, where dp is known; otherwise it is asked for."""
     settings = reading.settings
     micro, dp = settings.get("micro_batch_size", 1), settings.get("dp")
@@ -273,7 +273,7 @@ def _batch(reading: LaunchFile, steps: int | None, left: set[str]) -> None:
             f"gradient_accumulation_steps is auto; give --global-batch-size, {micro} x dp x steps"
         )
     else:
-        _accumulate(reading, steps)
+        accumulate(reading, steps)
 
 
 def _read_accelerate(source: LaunchSource, _: ShellCommand) -> LaunchFile:
@@ -296,7 +296,7 @@ def _read_accelerate(source: LaunchSource, _: ShellCommand) -> LaunchFile:
     others = settings.get("tp", 1) * settings.get("cp", 1)
     if settings["gpus"] % others == 0:
         settings["dp"] = settings["gpus"] // others
-    _accumulate(reading, settings.pop("gradient_accumulation_steps", None))
+    accumulate(reading, settings.pop("gradient_accumulation_steps", None))
     settings.pop("dp", None)
     return reading
 
