@@ -80,7 +80,7 @@ class LaunchFile:
         name = PurePath(self.path).name
         head = (
             f"{name} is {self.tool}'s: {len(self.lines)} of {count} flags count, "
-            f"{len(self.ignored)} do not; `stagewright show {name} --launch` lists them"
+            f"{len(self.ignored)} {'does' if len(self.ignored) == 1 else 'do'} not; `stagewright show {name} --launch` lists them"
         )
         replaced = given or {}
         return [head, *(note for note in self.notes
