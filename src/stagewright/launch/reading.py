@@ -78,9 +78,10 @@ class LaunchFile:
         """A line on the file, and its assumptions beside the settings that the user gives."""
         count = len(self.lines) + len(self.ignored)
         name = PurePath(self.path).name
+        verb = "does" if len(self.ignored) == 1 else "do"
         head = (
             f"{name} is {self.tool}'s: {len(self.lines)} of {count} flags count, "
-            f"{len(self.ignored)} {'does' if len(self.ignored) == 1 else 'do'} not; `stagewright show {name} --launch` lists them"
+            f"{len(self.ignored)} {verb} not; `stagewright show {name} --launch` lists them"
         )
         replaced = given or {}
         return [head, *(note for note in self.notes

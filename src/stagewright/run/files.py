@@ -110,6 +110,8 @@ def settings_of(
         settings, pending = translate(flat(values, path), where)
         if path is not None and launch.find(path):
             settings = launch.complete(str(path), settings, over)
+        elif path is not None:
+            _refuse_sizes_alone({**settings, **over}, str(settings.get("model")), where)
     fills = follows.fills or pending.fills
     replaced = {*over, *follows.makes()}
     settings = {name: value for name, value in settings.items() if name not in replaced} | over
@@ -122,6 +124,21 @@ def settings_of(
     if not any(follows.makes()):
         follows = pending.without(over)
     return settings, follows
+
+
+def _refuse_sizes_alone(settings: Mapping[str, Any], model: str, where: str) -> None:
+    """Raise a UserError for a script as the model of a run file that lacks the script's batch."""
+    if settings.get("mode", "train") != "train" or launch.find(model) is None:
+        return
+    script = launch.read(model).settings
+    names = [name for name in ("seq_length", "global_batch_size")
+             if name in script and settings.get(name) is None]  # fmt: skip
+    if names:
+        lines = ", ".join(f"{name}: {script[name]}" for name in names)
+        raise UserError(
+            f"{where}model: {model} gives the sizes of the model alone; add the batch and the "
+            f"layout, such as {lines}, or name the script in place of this file: --config {model}"
+        )
 
 
 def _recorded(values: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -99,9 +99,15 @@ def test_a_search_finds_another_layout(script: Path) -> None:
 
 
 def test_a_model_in_a_run_file(script: Path, tmp_path: Path) -> None:
-    """A run file may name the model of a script, whose settings are not taken."""
+    """A run file may name the model of a script, whose settings are not taken.
+
+    A file without the batch that the script gives would be another run than the script's.
+    """
     config = tmp_path / "run.yaml"
     config.write_text(f"model: {script}?SIZE=large\ntp: 1\n")
+    with pytest.raises(UserError, match=r"sizes of the model alone; add .* seq_length: \d+, glob"):
+        sw.load_run(config)
+    config.write_text(config.read_text() + "seq_length: 64\nglobal_batch_size: 8\n")
     loaded = sw.load_run(config)
     assert (loaded.tp, loaded.dp) == (1, 1)
     assert sw.resolve(loaded.model).hidden_size == 512
