@@ -231,16 +231,6 @@ def _sharding(reading: LaunchFile, names: set[str]) -> None:
         if strategy not in strategies:
             raise reading.fail(f"sharding strategy is {strategy!r}, wanted {either(strategies)}")
         settings["zero"] = strategies.index(strategy)
-    instances = settings.pop("dp_shard", 1)
-    if instances > 1:
-        gpus = settings.get("gpus", 0)
-        others = settings.get("tp", 1) * settings.get("pp", 1) * settings.get("cp", 1)
-        if gpus % (others * instances) or not gpus:
-            raise reading.fail(
-                "--num-distributed-optimizer-instances needs a number of GPUs that it divides; "
-                "give --gpus"
-            )
-        settings["dp_shard"] = gpus // others // instances
 
 
 def _overlap(settings: dict[str, Any]) -> None:

@@ -123,6 +123,12 @@ OTHERS: Mapping[str, OtherName] = {
             *("prompt_length", "context_length"),
         ),
         _other(
+            "num-distributed-optimizer-instances",
+            "Megatron-LM: copies of what is sharded over dp; --dp-shard is dp / copies.",
+            int,
+            "dp_shard",
+        ),
+        _other(
             "parallelism.data_parallel_shard_degree",
             "torchtitan: ranks of dp that share the parameters (zero=3); -1: all that are left.",
             int,

@@ -330,6 +330,7 @@ def apply(reading: LaunchFile, flags: Sequence[Flag], *, ignore_unknown: bool) -
 
 _COUNTS = (
     *("tp", "pp", "cp", "ep", "etp", "vpp", "dp", "dp_shard", "nodes", "gpus", "gpus_per_node"),
+    "num_distributed_optimizer_instances",
     *("shard_size", "replicate_size", "seq_length", "decoder_seq_length", "micro_batch_size"),
     *("mini_batch_size", "rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout"),
     *("rollout_max_prompt_len", "rollout_max_response_len", "rollout_max_context_len"),

@@ -45,7 +45,11 @@ SAME: Mapping[str, str] = {
 
 
 _SPLIT = "layers_per_stage"
-_STAGES = tuple(name for name, of in OTHERS.items() if {*of.makes} & {"vpp", _SPLIT})
+_LATER = (
+    "num_distributed_optimizer_instances",
+    *(name for name, of in OTHERS.items() if {*of.makes} & {"vpp", _SPLIT}),
+)
+"""Options from which settings follow once dp, or the model's layers, are known."""
 _SHARD_DEGREE = "parallelism_data_parallel_shard_degree"
 
 
@@ -55,7 +59,7 @@ class Pending:
 
     enable_expert_parallel: bool = False
     stages: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Options of other tools about stages and their layers, by name."""
+    """Options of other tools about stages and their layers, and copies of shards, by name."""
     given: Mapping[str, Any] = field(default_factory=dict[str, Any])
     fills: bool = False
     """dp is all ranks that are left of the nodes."""
@@ -138,8 +142,12 @@ def translate(values: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any
     _input_length(settings, others, where)
     pending = Pending(
         bool(others.get("enable_expert_parallel")),
-        {name: others[name] for name in _STAGES if name in others},
-        {name: settings[name] for name in ("ep", "etp", "vpp", _SPLIT) if name in settings},
+        {name: others[name] for name in _LATER if name in others},
+        {
+            name: settings[name]
+            for name in ("ep", "etp", "vpp", "dp_shard", _SPLIT)
+            if name in settings
+        },
         others.get(_SHARD_DEGREE) == -1,
     )
     return settings, pending

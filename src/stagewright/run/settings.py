@@ -169,7 +169,15 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
         update: dict[str, Any] = {}
         if pending.enable_expert_parallel:
             update |= {"ep": self.tp * self.cp * self.dp, "etp": 1}
-        update |= self._stages(pending.stages)
+        stages = {**pending.stages}
+        copies = stages.pop("num_distributed_optimizer_instances", 1)
+        if copies < 1 or self.dp % copies:
+            raise UserError(
+                f"--num-distributed-optimizer-instances {copies} does not divide dp={self.dp}; "
+                "give more GPUs (--gpus), or another number"
+            )
+        update |= {"dp_shard": self.dp // copies} if copies > 1 else {}
+        update |= self._stages(stages)
         for name, value in update.items():
             if name in pending.given and getattr(self, name) != value:
                 by = " and ".join(OTHERS[other].flag for other in pending.options_for(name))

@@ -124,7 +124,7 @@ _SEARCHED = frozenset({
     "tp", "cp", "dp", "pp", "ep", "etp", "vpp", "zero", "dp_shard", "sequence_parallel",
     "recompute", "recompute_modules", "recompute_num_layers", "recompute_method",
     "micro_batch_size", "layers_per_stage", "num_layers_per_virtual_pipeline_stage",
-    "pipeline_model_parallel_layout",
+    "pipeline_model_parallel_layout", "num_distributed_optimizer_instances",
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
     "microbatch_group_size_per_vp_stage", "moe_token_dispatcher_type", "moe_flex_dispatcher",
 })  # fmt: skip

@@ -330,6 +330,17 @@ def test_launchers(tmp_path: Path, headers: str, launcher: str, gpus: int) -> No
     assert sw.read_launch(path).settings["gpus"] == gpus
 
 
+def test_copies_of_shards_follow_the_number_of_gpus(script: Callable[..., Path]) -> None:
+    flags = "--use-distributed-optimizer --num-distributed-optimizer-instances 2"
+    path = script(f"{SMALL} {flags} --tensor-model-parallel-size 2 --global-batch-size 64")
+    assert sw.load_run(path, {"gpus": 16}).dp_shard == 4
+    assert sw.load_run(path, {"dp": 4}).dp_shard == 2
+    assert sw.load_run(path, {"dp": 4, "dp_shard": 4}).dp_shard == 4
+    with pytest.raises(UserError, match="instances 2 does not divide dp=1; give more GPUs"):
+        sw.load_run(path, {"gpus": 2})
+    assert sw.search(path, "h100-sxm", gpus=4, top=1).table("best").rows
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
