@@ -21,6 +21,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from stagewright.algebra.layout import MIRROR
 from stagewright.arrays import Float, Int, distinct_numbers, latest
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.executors import Executor
@@ -154,6 +155,7 @@ class _DpGroup(NamedTuple):
             return placements(machine, program.members(0, np.zeros(1, dtype=np.int64)))[0]
 
         data = (*plan.data, *plan.context)
+        mirror = (MIRROR,) if mirrored else ()  # replicates experts, too
         shard = plan.zero_axes if run.zero else data
         level = 0
         if run.pp > 1:
@@ -164,7 +166,7 @@ class _DpGroup(NamedTuple):
             machine=machine,
             shard=place(shard),
             replicas=place([axis for axis in data if axis not in shard]),
-            experts=place(dict(mesh.groups).get("edp", ())),
+            experts=place((*mirror, *plan.axes_of("edp"))),
             zero=run.zero,
             shards=mesh.size(*shard),
             reduces=reduces_each_microbatch(run),

@@ -555,7 +555,9 @@ def test_estimates_of_recomputed_experts_are_those_of_their_layout():
 
 
 def test_estimates_of_experts_whose_passes_overlap_or_reduce_are_near_what_is_simulated():
-    """DualPipe hides part of the all-to-alls; ZeRO-2 reduces experts in every microbatch."""
+    """DualPipe hides part of the all-to-alls, and reduces experts over its two replicas of stages;
+    ZeRO-2 does so in every microbatch.
+    """
     settings: dict[str, Any] = {
         "model": "qwen3-30b-a3b", "layers": 8, "seq_length": 2048, "global_batch_size": 256,
         "tp": 1, "pp": 2, "cp": 1, "ep": [8, 16], "etp": 1, "zero": [1, 2], "micro_batch_size": 1,
@@ -566,9 +568,7 @@ def test_estimates_of_experts_whose_passes_overlap_or_reduce_are_near_what_is_si
     candidates = request.space.enumerate().candidates
     assert len(candidates) == 16
     ratio = estimate(candidates).seconds / simulate_all(candidates).figures.seconds
-    paired = candidates.column("schedule").is_one_of("dualpipe")
-    assert ratio[~paired] == pytest.approx(1.0, abs=0.12)
-    assert ratio[paired] == pytest.approx(1.0, abs=0.18)
+    assert ratio == pytest.approx(1.0, abs=0.12)
 
 
 def test_days_and_costs_of_a_job_rank_candidates():
