@@ -209,7 +209,7 @@ ANSWERS = (
     Answer("decode", _of("inference", _is_steady), "Decode: time per token at a steady load",
            "AIConfigurator: vLLM, SGLang, TensorRT-LLM", "DeepSeek, hundreds of users in SGLang"),
     Answer("first-token", _of("inference", lambda c: c.quantity == "ttft_ms"),
-           "Prefill: time to the first token, few users", "AIConfigurator", "single rows"),
+           "Prefill: time to the first token with few users", "AIConfigurator", "single rows"),
     Answer("serve-tpot", _engine_rows("tpot"), "Serving: time per output token",
            "AIConfigurator on H100 and H200", "DeepSeek in TensorRT-LLM"),
     Answer("serve-ttft", _engine_rows("ttft"), "Serving: time to the first token",
@@ -232,6 +232,8 @@ ANSWERS = (
     Answer("b200", _of("training", _b200), "Dense models in bf16 on eight B200"),
     Answer("b200-short", _of("training", _short_kernels), "The same, tp=8, kernels of a few "
            "microseconds"),
+    Answer("sinks", _of("training", lambda c: kind(c) == "MoE" and "gpt-oss" in _model(c)),
+           "Training of gpt-oss"),
     Answer("nvfp4-experts", _of("inference", _experts_in_nvfp4), "Decode of experts in nvfp4"),
     Answer("zero3", _of("training", lambda c: c.source.startswith("DeepSpeed ZeRO-3")),
            "ZeRO-3 of DeepSpeed in 2021 on A100"),
@@ -334,7 +336,7 @@ def summary() -> str:
     for answer in ANSWERS:
         of_groups = groups(answer.key) if answer.key in GROUPED else {}
         for group, (count, *figures, names) in [((), errors(answer.key)), *of_groups.items()]:
-            cells = count, *(f"{value:.4f}" for value in figures), "; ".join(names)
+            cells = count, *(f"{value:.6f}" for value in figures), "; ".join(names)
             lines.writerow((answer.key, ", ".join(group), *cells))
     return out.getvalue()
 
@@ -827,13 +829,15 @@ _ABOUT_GROUPS = (
     "`simulate`, `search` and `serve` print the errors of the group of their answer: a",
     "step of training by accelerator, precision and kind, a step of inference by accelerator,",
     "family of the model and precision of its weights, requests also by engine. If there are no",
-    "rows of that group, they say so, and print the errors of the same engine, family or",
-    "accelerator. Rows of training below a tenth of the peak are a group of their own.",
+    "rows of that group, they say so, and print the errors of the longest beginning of its name",
+    "that has rows, such as engine and accelerator, and without one those of all rows of the kind",
+    "(*all others*). Rows of training below a tenth of the peak are a group of their own, and",
+    "times per output token with multi-token prediction, too.",
 )
 _ENGINE = "engine, accelerator, family, precision"
 SERVED = {
     "decode": ("Time per token at a steady load", "accelerator, family, precision"),
-    "first-token": ("First token, few users", "accelerator, family, precision"),
+    "first-token": ("First token with few users", "accelerator, family, precision"),
     "serve-tpot": ("Time per token of requests", _ENGINE),
     "serve-ttft": ("First token of requests", _ENGINE),
     "serve-rate": ("Output tokens per second", _ENGINE),

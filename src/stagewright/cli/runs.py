@@ -143,7 +143,7 @@ def compile_run(
     """
     from stagewright.lower import weight_storage
     from stagewright.lower.compile import compile
-    from stagewright.run.notes import beyond_positions
+    from stagewright.run.notes import absent_modules, beyond_positions
     from stagewright.trace.run_manifest import load_model
 
     in_manifest = load_model(config) if config is not None and model is None else None
@@ -153,6 +153,7 @@ def compile_run(
 
         memory = resolve(hardware).memory
     compiled = compile(run, in_manifest, device_memory=memory)
+    show_notes(absent_modules(compiled.run, compiled.model))
     show_notes(beyond_positions(compiled.run, compiled.model))
     show_notes((*compiled.model.notes, *weight_storage.notes(compiled.run, compiled.model)))
     return compiled

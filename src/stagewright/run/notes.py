@@ -43,6 +43,22 @@ def beyond_positions(run: Run, model: ModelConfig) -> list[str]:
     ]
 
 
+def absent_modules(run: Run, model: ModelConfig) -> list[str]:
+    """Notes on modules that are to be recomputed and that no layer has."""
+    if run.mode != "train" or run.recompute != "selective":
+        return []
+    has = {
+        "mlp": "dense" in model.parts,
+        "moe": model.num_experts,
+        "moe_act": model.num_experts,
+        "shared_experts": model.shared_ffn_hidden_size,
+    }
+    absent = [name for name in run.recompute_modules if not has.get(name, True)]
+    return [
+        f"recompute_modules={name} does nothing: {model.name} has no such module" for name in absent
+    ]
+
+
 def _idle(experiment: Experiment) -> Iterator[str]:
     run = experiment.run
     values = experiment.values()

@@ -172,7 +172,7 @@ def error_of_step(step: SimulatedStep) -> GroupError:
     group = inferred(run, model, hardware)
     if run.mode == "decode":
         return nearest("decode", "time per output token at a steady load", group)
-    return nearest("first-token", "time to the first token, few users", group)
+    return nearest("first-token", "time to the first token with few users", group)
 
 
 def decoding(groups: Sequence[InstanceGroup]) -> InstanceGroup:
@@ -186,9 +186,12 @@ def errors_of_serving(groups: Sequence[InstanceGroup]) -> list[GroupError]:
     instance = group.instance
     hardware = instance.machine.hardware.name
     asked = (group.scheduler_name, *inferred(instance.run, instance.model, hardware))
-    per_token = "serve-tpot" if group.drafts is None else "serve-drafts"
+    per_token = nearest("serve-tpot", "time per output token", asked)
+    if group.drafts is not None:
+        drafted = "time per output token with multi-token prediction"
+        per_token = nearest("serve-drafts", drafted, asked)
     return [
-        nearest(per_token, "time per output token", asked),
+        per_token,
         nearest("serve-ttft", "time to the first token", asked),
         nearest("serve-rate", "output tokens per second", asked),
     ]

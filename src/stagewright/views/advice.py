@@ -239,7 +239,7 @@ _SPEED_REMEDIES = {
     "waiting for the host's launches": (
         " launch_mode=compile or cuda_graph, or a larger micro_batch_size, saves launches."
     ),
-    "recomputation": " recompute=selective or none recomputes less, for more memory.",
+    "recomputation": " {less} recomputes less, for more memory.",
 }
 """Sentences by the largest loss; communication and the pipeline have remarks of their own."""
 
@@ -263,7 +263,8 @@ def _speed(step: SimulatedStep) -> Iterator[Remark]:
     largest = max(parts, key=lambda k: parts[k])
     kernels = sum(mean.kernels.values()) / seconds
     lost = f"most of the rest is lost to {largest}: {parts[largest] / seconds:.1%}"
-    remedy = _SPEED_REMEDIES.get(largest, "")
+    less = "recompute=none" if run.recompute == "selective" else "recompute=selective or none"
+    remedy = _SPEED_REMEDIES.get(largest, "").format(less=less)
     if parts[largest] < LITTLE * seconds:
         lost, remedy = "kernels of this size do not reach the peak", _LARGER_KERNELS
     yield Remark(

@@ -7,7 +7,7 @@ import pytest
 
 import stagewright as sw
 from stagewright.run.experiment import Experiment
-from stagewright.run.notes import notes
+from stagewright.run.notes import absent_modules, notes
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.settings import Run
 
@@ -65,3 +65,18 @@ def test_habits_of_a_framework_are_not_noted():
     assert notes(Experiment.of({"model": "gpt2", "framework": "torchtitan"})) == []
     assert {*SETTINGS} <= {*Experiment.of({"model": "gpt2"}).values()} | {"model"}
     assert Run(model="gpt2", sequence_parallel=True).sequence_parallel_ranks == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "absent"),
+    [
+        ("llama3-8b", ["moe", "moe_act", "shared_experts"]),
+        ("qwen3-30b-a3b", ["mlp", "shared_experts"]),
+        ("deepseek-v2-lite", []),
+    ],
+)
+def test_modules_that_no_layer_has_are_noted(model: str, absent: list[str]):
+    modules = ["core_attn", "mlp", "moe", "moe_act", "shared_experts"]
+    compiled = sw.compile(model, recompute="selective", recompute_modules=modules)
+    said = absent_modules(compiled.run, compiled.model)
+    assert [text.split()[0].split("=")[1] for text in said] == absent

@@ -22,7 +22,8 @@ STEPS: dict[str, dict[str, Any]] = {
         "hardware": "gb200-nvl72",
     },
     "Microbatches of at most": {"seq_length": 128},
-    "Published steps of B200": {"hardware": "b200"},
+    "Published steps of dense": {"hardware": "b200"},
+    "Steps of gpt-oss": {"model": "gpt-oss-20b"},
     "Times per output token": {
         "model": "mixtral-8x7b", "mode": "decode", "weight_precision": "nvfp4", "hardware": "b200",
     },
