@@ -55,15 +55,18 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def print_result(make: Callable[[], object], alarm: str = "") -> None:
-    """Print a result: lines and tables, or JSON; the line `alarm` is red."""
+def print_result(make: Callable[[], object], alarm: str = "", *, to_stderr: bool = False) -> None:
+    """Print a result: lines and tables, or JSON; the line `alarm` is red.
+
+    With `to_stderr`, lines and tables go there, since stdout is a file of another tool.
+    """
     from stagewright.texttable import Table, print_table
 
     result = make()
     if isinstance(result, dict):
         print_json(cast("object", result))
         return
-    out = console()
+    out = console(to_stderr=to_stderr)
     for item in cast("Iterable[str | Table]", result):
         if isinstance(item, Table):
             print_table(item, out)
@@ -71,7 +74,7 @@ def print_result(make: Callable[[], object], alarm: str = "") -> None:
             out.print(item, style="red" if alarm and item == alarm else None)
 
 
-def console() -> Console:
+def console(*, to_stderr: bool = False) -> Console:
     """Console for tables, as wide as the terminal, or COLUMNS; else 80 characters.
 
     In a pipe or a file lines of text are not broken. No text is markup, or moves the cursor.
@@ -91,9 +94,10 @@ def console() -> Console:
 
     columns = os.environ.get("COLUMNS", "")
     return PlainTextConsole(
+        stderr=to_stderr,
         markup=False,
         emoji=False,
         highlight=False,
-        soft_wrap=not sys.stdout.isatty(),
+        soft_wrap=not (sys.stderr if to_stderr else sys.stdout).isatty(),
         width=80 if columns.isdecimal() and not int(columns) else None,
     )

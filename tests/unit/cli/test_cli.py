@@ -491,7 +491,9 @@ def test_search_says_on_stderr_what_has_no_flag(call: Call):
     asked = "--gpus 2 --hardware h100-sxm --tp 1 --pp 1 --cp 1 --zero 1 --recompute none"
     asked += " --micro-batch-size 8 --global-batch-size 16 --as torchtitan"
     found = call("search", "gpt2", *asked.split())
+    assert found.out.startswith("from recipes import")  # the file alone; the report is on stderr
     assert "# zero=1 has no flag: dp shards parameters, " in found.out
+    assert "tokens/s" in found.err
     assert "note: 1 setting has no flag in torchtitan: zero\n" in found.err
     assert "note: figures are with the habits of Megatron-LM; " in found.err
 

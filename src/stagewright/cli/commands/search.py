@@ -472,7 +472,9 @@ def _end(
     as_json: bool,
 ) -> int:
     """Print the result, write the files; returns the exit code."""
-    output.print_result((lambda: {**result.to_dict(), **more}) if as_json else text)
+    output.print_result(
+        (lambda: {**result.to_dict(), **more}) if as_json else text, to_stderr="flags" in more
+    )
     errors = [*errors, *files.write(result, row or 1)]
     if not as_json:
         output.print_texts(more.values())

@@ -111,7 +111,8 @@ def serve(
         output.print_json(result.to_dict() | rows | lines)
     else:
         alarm = result.summary.verdict if result.summary.steadiness.overloaded else ""
-        output.print_result(lambda: [*result.text(), *filter(len, tables.values())], alarm)
+        texts = [*result.text(), *filter(len, tables.values())]
+        output.print_result(lambda: texts, alarm, to_stderr=engine is not None)
         output.print_texts(lines.values())
     if result.outcome.stopped:
         unwritten = (*out, perfetto, None if step_trace is None else step_trace[1])
