@@ -273,7 +273,7 @@ def test_a_captured_step_with_what_astra_sim_needs(tmp_path, capsys):
 def test_estimated_constants_of_hardware_are_noted(capsys):
     for hardware, noted in (("mi300x", True), ("h100-sxm", False)):
         main_ends([*SERVED, "--hardware", hardware])
-        assert ("are estimates but for the peaks" in capsys.readouterr().err) == noted
+        assert ("are estimates but for the peaks" in capsys.readouterr().out) == noted
 
 
 def main_ends(words: list[str], code: int = 0) -> None:

@@ -41,6 +41,18 @@ class Deviation:
         return self.text.format(e=expected())
 
 
+ESTIMATED = (
+    "Constants of hardware of AMD, Google, Intel and AWS are estimates but for the peaks, and for "
+    "the kernels of MI300X and MI355X."
+)
+"""Note on a step, or on serving, on hardware without measured constants."""
+
+
+def is_estimated(hardware: Hardware) -> bool:
+    """True if constants of the hardware besides its peaks were not measured."""
+    return hardware.vendor != "NVIDIA"
+
+
 def known(step: SimulatedStep) -> Iterator[str]:
     """The errors to expect of a simulated step, and the sentences that hold for it."""
     yield error_of_step(step).sentence
@@ -62,18 +74,8 @@ def known_of_serving(groups: Sequence[InstanceGroup]) -> Iterator[str]:
             "Separate prefill and decode instances were never compared with a measurement. "
             f"({SOURCE})"
         )
-
-
-ESTIMATED = (
-    "Constants of hardware of AMD, Google, Intel and AWS are estimates but for the peaks, and for "
-    "the kernels of MI300X and MI355X."
-)
-"""Note on a step, or on serving, on hardware without measured constants."""
-
-
-def is_estimated(hardware: Hardware) -> bool:
-    """True if constants of the hardware besides its peaks were not measured."""
-    return hardware.vendor != "NVIDIA"
+    if any(is_estimated(group.instance.machine.hardware) for group in groups):
+        yield f"{ESTIMATED} ({SOURCE})"
 
 
 # ---- conditions ----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from stagewright.serving.energy import ServingExpense
 from stagewright.serving.metrics import RequestLimits, RequestTimes, ServingSummary, Slo, Spread
 from stagewright.texttable import Table
 from stagewright.views.accuracy import decoding
-from stagewright.views.deviations import ESTIMATED, SOURCE, is_estimated, known_of_serving
+from stagewright.views.deviations import known_of_serving
 
 _TIMES = {
     "queue": "sending to first step",
@@ -295,8 +295,6 @@ def serving_notes(run: ServedRun, groups: Sequence[InstanceGroup]) -> Iterator[s
         yield f"drafts come from a layer like the last one of {model}, used for each draft"
     elif group.drafts is not None and group.instance.drafter is None and method != "ngram":
         yield "speculative drafts are assumed free; set --speculative-method to time them"
-    if any(is_estimated(of.instance.machine.hardware) for of in groups):
-        yield f"{ESTIMATED} ({SOURCE})"
     yield from _beyond_measured_hosts(run, groups)
     left = plural(summary.unfinished, "request was", "requests were")
     if run.outcome.stopped:
