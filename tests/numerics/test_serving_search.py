@@ -267,13 +267,14 @@ def test_the_command(capfd, tmp_path):
 def test_the_answer_is_a_sentence_with_what_an_instance_less_would_keep(capfd):
     words = ("--rate", "1500", "--tp", "1", "--pp", "1", "--ttft", "60", "--tpot", "3")
     assert not code(*words, "--pairs", "0", "--as", "vllm")
-    out = capfd.readouterr().out
-    line = next(line for line in out.splitlines() if line.startswith("best: "))
+    out, err = capfd.readouterr()
+    line = next(line for line in err.splitlines() if line.startswith("best: "))
     assert re.fullmatch(
         r"best: [0-9]+ instances of tp=1, [0-9]+ GPUs, [0-9.]+ USD/h; [0-9]+ keeps? [0-9.]+%"
         r"(, overloaded)?, (TTFT|TPOT) binds", line
     )  # fmt: skip
     assert "vllm serve meta-llama/Llama-3.1-8B --tensor-parallel-size 1 " in out
+    assert "best: " not in out
 
 
 def test_limits_that_nothing_keeps(capfd, tmp_path):
