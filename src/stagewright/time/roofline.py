@@ -62,14 +62,12 @@ def kernels_seconds(kernel: str, kernels: Kernels, hardware: Hardware) -> Float:
 
     `hardware` at the clocks that kernels run at; of a step, `Hardware.sustained`.
     """
-    size, timing = kernels.extents, timing_of(kernel)
+    timing = timing_of(kernel)
     match timing:
         case Timing.PRODUCT:
-            seconds = gemm_seconds(
-                size["batch"], size["m"], size["n"], size["k"],
-                traffic=kernels.traffic, dtype=kernels.dtype, hardware=hardware,
-            )  # fmt: skip
-            return np.maximum(seconds, _unaligned_seconds(kernels, hardware))
+            return np.maximum(
+                _products_seconds(kernels, hardware), _unaligned_seconds(kernels, hardware)
+            )
         case Timing.TO_EXPERTS | Timing.FROM_EXPERTS:
             return _expert_copies(kernels, timing, hardware)
         case Timing.CACHED_ATTENTION if hardware.inference and hardware.inference.cached_attention:
@@ -185,6 +183,21 @@ def _overlapped(compute: Float, memory: Float, sharpness: float) -> Float:
     """Seconds of two overlapping parts: the longer one, plus a term if both are similar."""
     longer, shorter = np.maximum(compute, memory), np.minimum(compute, memory)
     return longer * (1 + (shorter / longer) ** sharpness) ** (1 / sharpness)
+
+
+def _products_seconds(kernels: Kernels, hardware: Hardware) -> Float:
+    """Seconds of products; heads of an attention that no kernel fuses never take turns."""
+    size, together = kernels.extents, hardware.with_grouped_experts()
+
+    def seconds(on: Hardware) -> Float:
+        return gemm_seconds(
+            size["batch"], size["m"], size["n"], size["k"],
+            traffic=kernels.traffic, dtype=kernels.dtype, hardware=on,
+        )  # fmt: skip
+
+    if together is hardware or "head" not in size:
+        return seconds(hardware)
+    return np.where(size["head"] > 0, seconds(together), seconds(hardware))
 
 
 def _unaligned_seconds(kernels: Kernels, hardware: Hardware) -> Float:

@@ -124,3 +124,19 @@ def test_products_that_take_turns_are_products_of_their_own() -> None:
         for modules in (frozenset({"attn"}), frozenset())
     ]
     assert kernels[0] > kernels[1]
+
+
+def test_heads_of_an_unfused_attention_are_one_kernel_beside_experts_that_take_turns() -> None:
+    """Attention's heads are in a model with experts as in one without: a product of each layer."""
+    b200 = resolve("b200")
+    for model in ("mixtral-8x7b", "llama3-8b"):
+        run = Run(model=model, layers=1, seq_length=128, flash_attention=False)
+        program = compile(run).program
+        tasks = program.classes[0].tasks
+        heads = np.array([*(shape.head > 0 for shape in tasks.shapes), False])[tasks.shape]
+        assert heads.any()
+        turns, together = (
+            task_seconds(program, Machine.of(on, gpus=1))[0][heads]
+            for on in (b200, b200.with_grouped_experts())
+        )
+        assert (turns == together).all()

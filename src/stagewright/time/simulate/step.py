@@ -436,7 +436,7 @@ def timeline_of_step(
         ep_overlap.check(run)
     if serves:
         machine = served_machine(run, model, machine, engine)
-    if not loops_over_experts(run, execution, machine.hardware):
+    if not (model.num_experts and loops_over_experts(run, execution, machine.hardware)):
         machine = replace(machine, hardware=machine.hardware.with_grouped_experts())
     if run.mode == "train" and run.fp8_recipe == "rowwise":
         machine = replace(machine, hardware=machine.hardware.with_rowwise_scales())
