@@ -115,13 +115,13 @@ def test_products_that_take_turns_are_products_of_their_own() -> None:
         < 0.95 * all_
     )
 
-    moe = {"model": "qwen3-30b-a3b", "layers": 2, "ep": 2, "dp": 2, "seq_length": 4096}
+    moe: dict[str, Any] = {"model": "qwen3-30b-a3b", "layers": 2, "ep": 2, "dp": 2, "seq_length": 4096}
     compiled = sw.compile(**moe)
     kernels = [
         sw.simulate(
             compiled, "b200", launch_mode="cuda_graph", cuda_graph_modules=modules
         ).to_dict()["mean"]["kernels"]["forward"]
-        for modules in (frozenset({"attn"}), frozenset())
+        for modules in (frozenset({"attn"}), frozenset[str]())
     ]
     assert kernels[0] > kernels[1]
 
