@@ -84,7 +84,7 @@ GRID: list[dict[str, Any]] = [
     ),
     *(
         MOE | {"recompute": "selective", "recompute_modules": some, "tp": 2, **SP, "dp": 2, "ep": 2}
-        for some in (("moe",), ("moe_act", "shared_experts", "mla_up_proj"))
+        for some in (("moe",), ("moe_act", "shared_experts"))
     ),
     GPT | {"recompute": "selective", "flash_attention": False, "tp": 2},
     BASE | {"precision": "fp8", "tp": 2, **SP, "dp": 2},

@@ -217,7 +217,7 @@ def test_energy_is_the_integral_of_power_over_the_time_that_engines_are_up(monke
     assert all(one.begins <= one.ends for one in up)
     for busy, idle in ((300.0, 300.0), (500.0, 0.0), (0.0, 70.0)):
         sizes, in_steps = np.array([1.0, 64.0]), np.array([busy, busy])
-        power = energy._Power(found.group.instance, 430, sizes, in_steps, busy, idle)
+        power = energy._Power(found.group.instance.times, 430, sizes, in_steps, busy, idle)
         monkeypatch.setattr(energy._Power, "of", lambda *_, power=power: power)
         spent = energy.serving_expense(found, [found.group], price=3600.0)
         rows = [engine.step_log.steps() for engine in found.outcome.engines]

@@ -138,7 +138,7 @@ def test_learned_positions_are_of_requests_not_of_steps():
     assert (of.summary.requests, of.summary.shortened) == (20, 20)
     assert set(of.outcome.workload.output) == {1024 - 900}
     run = sw.Run(model="gpt2", mode="prefill", batch_size=4, prompt_length=900)
-    seconds = sw.simulate(sw.compile(run), "h100-sxm").seconds
+    seconds = sw.simulate(sw.compile(run), "h100-sxm", serving_engine="vllm").seconds
     tokens, pairs = 4 * 900, 4 * 900 * 901 // 2
     assert of.group.instance.times.step(tokens, pairs, tokens, 4) == pytest.approx(
         seconds, rel=0.02
