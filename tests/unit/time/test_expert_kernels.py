@@ -115,7 +115,13 @@ def test_products_that_take_turns_are_products_of_their_own() -> None:
         < 0.95 * all_
     )
 
-    moe: dict[str, Any] = {"model": "qwen3-30b-a3b", "layers": 2, "ep": 2, "dp": 2, "seq_length": 4096}
+    moe: dict[str, Any] = {
+        "model": "qwen3-30b-a3b",
+        "layers": 2,
+        "ep": 2,
+        "dp": 2,
+        "seq_length": 4096,
+    }
     compiled = sw.compile(**moe)
     kernels = [
         sw.simulate(
