@@ -141,16 +141,20 @@ def test_later_turns_find_what_earlier_ones_left(rules):
 
 @pytest.mark.slow
 def test_hermes_stores_come_in_its_order():
-    """A <= B < C < D at the median, as table 2 and figure 10 of arXiv 2504.09775 have it."""
-    from benchmarks.kv_stores import STORES, end_to_end, instances
+    """A <= B < C < D, as table 2 and figure 10 of arXiv 2504.09775 have it.
+
+    Ours by the mean of what a request takes longer than with store A: in a queue of 300 requests,
+    which of them share a batch moves a median by more than the 16 ms between A and B.
+    """
+    from benchmarks.kv_stores import STORES, THEIRS, end_to_end, instances
 
     fleet = instances(16)
     seconds = {name: end_to_end(fleet, STORES[name], 4096) for name in ("A", "B", "C", "D")}
-    median = {name: sorted(each)[len(each) // 2] for name, each in seconds.items()}
-    assert median["A"] <= median["B"] < median["C"] < median["D"]
-    theirs = {"C": 1.952 - 1.625, "D": 2.512 - 1.625}
-    for name, more in theirs.items():
-        assert median[name] - median["A"] == pytest.approx(more, rel=0.3)
+    longer = {name: (each - seconds["A"]).mean() for name, each in seconds.items()}
+    assert 0 <= longer["B"] < longer["C"] < longer["D"]
+    theirs = {name: median / 1e3 for name, (median, _) in THEIRS[4096].items()}
+    for name in ("C", "D"):
+        assert longer[name] == pytest.approx(theirs[name] - theirs["A"], rel=0.15)
 
 
 @cases
