@@ -207,12 +207,6 @@ def mtp_of(model: ModelConfig) -> ModelConfig:
     if stored is not None and stored.layers:
         stored = replace(stored, layers=(stored.layers[-1],))
     mixer = "indexed" if last.mixer == "index_shared" else last.mixer
-    of_others = {
-        "state_space": mixer in {*RECURRENCES, *SIDE_BY_SIDE},
-        "sliding_window": mixer == "local",
-    }
-    of_others["attention_chunk_size"] = mixer == "chunked"
-    unused: dict[str, Any] = {field: None for field, used in of_others.items() if not used}
     return replace(
         model,
         name=f"{model.name} (mtp)",
@@ -224,5 +218,7 @@ def mtp_of(model: ModelConfig) -> ModelConfig:
         mlps=(last.mlp,),
         quantization=stored,
         draft_head="mtp",
-        **unused,
+        state_space=model.state_space if mixer in {*RECURRENCES, *SIDE_BY_SIDE} else None,
+        sliding_window=model.sliding_window if mixer == "local" else None,
+        attention_chunk_size=model.attention_chunk_size if mixer == "chunked" else None,
     )
