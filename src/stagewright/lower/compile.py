@@ -14,6 +14,7 @@ from stagewright.model.config import ModelConfig
 from stagewright.program.columns import Program
 from stagewright.run.requests import allowance_of, read_bytes
 from stagewright.run.rules import check
+from stagewright.run.sections import SETTINGS
 from stagewright.run.settings import Run
 
 
@@ -33,7 +34,7 @@ def compile(
     model = (model or resolve(run.model, run.as_family or "")).with_overrides(
         num_layers=run.layers, vocab_size=run.vocab, mtp_num_layers=run.mtp_num_layers
     )
-    run = run.resolved(model)
+    asked, run = run, run.resolved(model)
     check(run, model)
     limited = run
     if run.device_memory is None and device_memory is not None:
@@ -44,6 +45,7 @@ def compile(
         run=run,  # without the memory of the hardware, which is no setting of the run
         program=_with_allowance(compiled.program, run),
         device_memory=limited.device_memory and read_bytes(limited.device_memory),
+        assumed=frozenset(name for name in SETTINGS if getattr(asked, name) is None),
     )
 
 

@@ -53,6 +53,8 @@ class CompiledRun:
     """Tokens per expert, if uneven."""
     device_memory: int | None = None
     """Bytes of a device: the run's `device_memory`, or else the hardware's if known."""
+    assumed: frozenset[str] = frozenset()
+    """Settings of the run that were left to their defaults."""
 
     def __repr__(self) -> str:
         return f"<{self.run.describe()}: {self.program.mesh.world_size} ranks, compiled>"

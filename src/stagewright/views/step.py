@@ -215,7 +215,7 @@ def traced_text(step: TracedStep, description: str) -> Iterator[str | Table]:
 def assumed_batch(compiled: CompiledRun) -> Iterator[str]:
     """The global batch, unless the user gave it."""
     run = compiled.run
-    if run.mode == "train" and run.unresolved().global_batch_size is None:
+    if run.mode == "train" and "global_batch_size" in compiled.assumed:
         searched = usual_batch(run, compiled.model, [run.world_size])
         yield (
             f"global batch {plural(run.global_batch_size or 0, 'sequence', 'sequences')}, assumed: "
