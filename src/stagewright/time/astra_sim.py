@@ -160,7 +160,8 @@ def _dimensions(tier: Tier) -> list[Dimension]:
     """Dimensions of ASTRA-sim for a tier: one, or one per ring of a torus."""
     rings = [ring for ring in tier.shape or (tier.size,) if ring > 1]
     topology = _TOPOLOGIES.get(tier.topology, "Switch")
-    links = {"Ring": len(rings), "FullyConnected": tier.size - 1, "Switch": 1}[topology]
+    peers = tier.links or tier.size - 1
+    links = {"Ring": len(rings), "FullyConnected": peers, "Switch": 1}[topology]
     result: list[Dimension] = []
     for size in rings:
         step = 1000 * (tier.hop_us + 1e6 * tier.start(MessageSize.LARGE) / (2 * (size - 1)))

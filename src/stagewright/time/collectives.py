@@ -91,7 +91,7 @@ def message_seconds(bytes_: Amount, tier_index: int, machine: Machine) -> Amount
     tier = machine.tiers[tier_index]
     share = 1.0
     if tier.topology == "fully_connected":  # the one link to the peer
-        share = 1 / max(1, tier.size - 1)
+        share = tier.share_to(1)
     elif tier.topology in ("ring", "torus"):
         share = 1 / (2 * max(1, len(tier.shape)))
     return _minimum(tier.start(size) + bytes_ / (tier.rate(size) * share) for size in MessageSize)
@@ -156,7 +156,7 @@ def _share(tier: Tier, count: int, group_rings: tuple[Ring, ...]) -> float:
     Fully connected: the links to its members. Torus: those along the dimensions of its rings.
     """
     if tier.topology == "fully_connected":
-        return (count - 1) / (tier.size - 1)
+        return tier.share_to(count - 1)
     if tier.topology not in ("ring", "torus"):
         return 1.0
     return (sum(ring.share for ring in group_rings) or 0.5) / max(1, len(tier.shape))

@@ -68,10 +68,17 @@ class Tier(NamedTuple):
     """Torus: GPUs of the slice that the job has, along each dimension."""
     closed: tuple[bool, ...] = ()
     """Torus: for each dimension, True if its ends are joined."""
+    links: int = 0
+    """Fully connected: links of a GPU, each to one peer, whether or not the job has it; 0: one to
+    each of `size`."""
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.shape)) or str(self.size)
         return f"{self.topology} {size} at {self.bandwidth_gb_s:g} GB/s"
+
+    def share_to(self, peers: int) -> float:
+        """Fully connected: the share of a GPU's bandwidth that leads to some of its peers."""
+        return peers / max(1, self.links or self.size - 1)
 
     def rate(self, size: MessageSize) -> float:
         """Bytes per second of a message sent by the protocol for this size."""
@@ -171,6 +178,8 @@ def _gpus_per_domain(gpus: int, hardware: Hardware) -> int:
 def _scale_up_tier(link: ScaleUp, size: int) -> Tier:
     """The links within a scale-up domain, of which a job has `size` GPUs."""
     tier = _tier(link, link.topology, size)
+    if link.topology == "fully_connected":
+        return tier._replace(links=max(size, link.gpus) - 1)
     if link.topology not in ("ring", "torus"):
         return tier
     pod = Pod(link.shape or (link.gpus,), link.cube)

@@ -80,6 +80,16 @@ def test_half_of_a_full_mesh_has_half_of_its_links() -> None:
     assert seconds == pytest.approx(GB / 2 / (448e9 / 7))
 
 
+def test_two_gpus_of_a_full_mesh_have_one_of_its_links() -> None:
+    """A job of two GPUs does not get the links to the six that it does not have."""
+    two, eight = (Machine.of(hardware.resolve("mi300x"), gpus=gpus) for gpus in (2, 8))
+    group = Placement(2, (2,), (1,))
+    assert collective_seconds("all_gather", GB, group, two) == pytest.approx(
+        collective_seconds("all_gather", GB, group, eight)
+    )
+    assert message_seconds(GB, 0, two) == pytest.approx(message_seconds(GB, 0, eight))
+
+
 def test_switches_that_add_need_one_pass() -> None:
     """NVLS: (n + 1) / n of the bytes where a ring moves 2 (n - 1) / n."""
     machine = ideal(Tier("switch", 8, 400.0, 0.0, in_network_gb_s=400.0))
