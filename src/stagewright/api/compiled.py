@@ -9,7 +9,7 @@ from functools import partial
 from types import NoneType
 from typing import Any
 
-from stagewright.api.experiments import gpus_per_node, with_launch_file
+from stagewright.api.experiments import gpus_per_node
 from stagewright.api.result import PublicResult, check_names, check_type, path_text
 from stagewright.lower.compile import compile as compile_run
 from stagewright.lower.compiled_run import CompiledRun
@@ -18,6 +18,7 @@ from stagewright.program.fit import peak_in_program_order
 from stagewright.run.experiment import Experiment
 from stagewright.run.settings import Run
 from stagewright.texttable import Table
+from stagewright.trace.run_manifest import read_experiment
 from stagewright.views import tables as views
 from stagewright.views.pages.charts import of_compiled
 from stagewright.views.pages.html import Chart
@@ -122,8 +123,7 @@ def run_of(
     if isinstance(model, Run):
         if not settings:
             return model
-        given = {**model.model_dump(exclude_unset=True), **settings}
-    else:
-        model, settings = with_launch_file(model, settings)
-        given = {"model": path_text(model, "the name of a model, a path or a Run"), **settings}
-    return Experiment.of({}, given, gpus_per_node=gpus).run
+        given = model.model_dump(exclude_unset=True)
+        return Experiment.of(given, settings, gpus_per_node=gpus).run
+    given = {"model": path_text(model, "the name of a model, a path or a Run"), **settings}
+    return read_experiment(None, given, gpus).run

@@ -144,7 +144,7 @@ def _group(
             )
     run, cluster = experiment.run, experiment.cluster
     if own:
-        run = Run.without_derived({}, {**run.given(), **own, "model": run.model, "mode": "decode"})
+        run = Run.of({**run.given(), **own, "model": run.model, "mode": "decode"})
     machine = Machine.of(
         hardware if name is None else hardware_of(name),
         gpus=run.world_size,

@@ -22,7 +22,6 @@ from stagewright.api.result import (
 )
 from stagewright.errors import UserError
 from stagewright.executors import Executor
-from stagewright.launch import files as launch
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
 from stagewright.searching.estimate import estimate
@@ -199,11 +198,8 @@ def search(
     check_type(hardware, "hardware as a name, a Hardware, or a list of these", *HARDWARE_TYPES)
     check_type(gpus, "gpus as a number, a list, or text", int, list, tuple, str, NoneType)
     space, options = settings.pop("space", None), pop_search_options(settings)
-    name = path_text(model)
-    is_launch = launch.find(name) is not None
     request = search_request(
-        settings if is_launch else {"model": name, **settings},
-        name if is_launch else None,
+        {"model": path_text(model), **settings},
         hardware=[hardware] if isinstance(hardware, str | Hardware) and hardware else hardware,
         gpus=gpus,
         vary=vary,

@@ -28,6 +28,7 @@ from stagewright.launch import files as launch
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import plural
 from stagewright.run.experiment import section_of
+from stagewright.run.files import launched
 from stagewright.run.sections.declare import settings_of
 from stagewright.run.sections.serving import (
     SERVING,
@@ -264,10 +265,9 @@ def asked_serving(
     """The space, the loads and the target; UserError for settings that cannot be combined."""
     given = {name: value for name, value in settings.items() if value is not None}
     values = by_own_names(given)
-    script = path or str(values.get("model", ""))
-    if launch.find(script):
-        own = {name: value for name, value in values.items() if name != "model" or path}
-        values, path = _with_launch_file(script, own), None
+    path, own = launched(path, values)
+    if launch.find(path or ""):
+        values, path = _with_launch_file(str(path), own), None
     share = values.pop("attainment", 0.9)
     check_type(share, "attainment as a share", float, int)
     if not 0 < share <= 1:

@@ -9,7 +9,7 @@ import click
 
 from stagewright.cli.option_types import Word, name_parameters
 from stagewright.cli.output import show_notes
-from stagewright.cli.runs import launch_file
+from stagewright.cli.runs import launch_files
 from stagewright.cli.words import note_of_ignored, read_words
 
 _ALL = "stagewright.help_all"
@@ -79,7 +79,7 @@ class Command(click.Command):
                 show_notes([note_of_ignored(ignored)])
         rest = super().parse_args(ctx, args)
         if self.of_runs and not ctx.resilient_parsing:
-            launch_file(ctx)
+            launch_files(ctx)
         return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

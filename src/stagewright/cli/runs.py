@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +58,7 @@ _VARIABLES, _IGNORES = "stagewright.set", "stagewright.ignore_unknown"
 def note_variables(
     context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
 ) -> None:
-    """Keep `--set NAME=VALUE` for `launch_file`."""
+    """Keep `--set NAME=VALUE` for `launch_files`."""
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.strip():
@@ -67,63 +67,46 @@ def note_variables(
 
 
 def note_ignore_unknown(context: click.Context, parameter: click.Parameter, value: bool) -> None:
-    """Keep the option for `launch_file`."""
+    """Keep the option for `launch_files`."""
     context.meta[_IGNORES] = value
 
 
-def launch_file(context: click.Context) -> None:
-    """If MODEL is a launch file, use it as the run file; show what was read."""
-    from stagewright.launch import files
+def launch_files(context: click.Context) -> None:
+    """Give the launch files of a command line the values of `--set`, and show what was read.
 
-    if "config" not in context.params:  # `diff`, whose two files get the same values
-        return
-    variables, ignores = context.meta.get(_VARIABLES, {}), context.meta.get(_IGNORES, False)
-    model, config = context.params.get("model"), context.params.get("config")
-    name = next((each for each in (config, model) if each and files.find(each)), None)
-    if name is None:
-        absent = str(config or model).endswith(".sh")  # the command says so
-        if (variables or ignores) and not absent:
-            raise UserError("--set and --ignore-unknown are of a launch file; name one")
-        return
-    full = files.with_variables(name, variables, ignore_unknown=ignores)
-    show_notes(files.read(full).summary(context.params))
-    if context.params.get("others"):  # several runs, each with its file
-        context.params["model"] = full
-    elif name == config or config is None:
-        context.params |= {"config": full, "model": None if name == model else model}
-    else:
-        context.params["model"] = full
-
-
-def with_variables(names: Sequence[str]) -> list[str]:
-    """Launch files with the values of `--set`; values behind their names take precedence.
-
-    A variable is set in the files that name it, or in all if none does.
+    A variable is set in the files that name it, or in all if none does; values behind the name of a
+    file take precedence.
     """
     from stagewright.files import read_text
     from stagewright.launch import files
 
-    meta = click.get_current_context().meta
-    given, ignores = meta.get(_VARIABLES, {}), meta.get(_IGNORES, False)
-    paths = {name: files.find(name) for name in names}
-    if (given or ignores) and not any(paths.values()):
-        raise UserError("--set and --ignore-unknown are of launch files; name some")
-    texts = {path: read_text(path, "a launch script") for path in paths.values() if path}
-    named = {
-        key: [path for path, text in texts.items() if files.names_variable(text, key)]
-        for key in given
-    }
-    made: list[str] = []
-    for name in names:
+    given, ignores = context.meta.get(_VARIABLES, {}), context.meta.get(_IGNORES, False)
+    words = [context.params.get(name) for name in ("config", "model", "a", "b")]
+    names = [*filter(None, (*words, *context.params.get("others", ())))]
+    paths = {name: path for name in names if (path := files.find(name))}
+    absent = any(name.endswith(".sh") for name in names)  # the command says so
+    if (given or ignores) and not paths and not absent:
+        raise UserError("--set and --ignore-unknown are of a launch file; name one")
+    texts = {name: read_text(path, "a launch script") for name, path in paths.items()}
+    full: dict[str, str] = {}
+    for name in paths:
         own = {pair.partition("=")[0] for pair in name.partition("?")[2].split("&")}
         values = {
-            key: text
-            for key, text in given.items()
-            if key not in own and ({*"-."} & {*key} or not named[key] or paths[name] in named[key])
-        }
-        with_all = files.with_variables(name, values, ignore_unknown=ignores)
-        made.append(with_all if paths[name] else name)
-    return made
+            key: value
+            for key, value in given.items()
+            if key not in own
+            and ({*"-."} & {*key} or files.names_variable(texts[name], key)
+                 or not any(files.names_variable(text, key) for text in texts.values()))
+        }  # fmt: skip
+        full[name] = files.with_variables(name, values, ignore_unknown=ignores)
+    for parameter, value in context.params.items():
+        if isinstance(value, str) and parameter in ("config", "model", "a", "b"):
+            context.params[parameter] = full.get(value, value)
+        elif parameter == "others":
+            context.params[parameter] = tuple(full.get(name, name) for name in value)
+    if "config" in context.params:  # `diff` shows notes on both files beside each other
+        for name in full.values():
+            show_notes(files.read(name).summary(context.params))
 
 
 def hardware_of(experiment: Experiment) -> str:

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from stagewright.errors import UserError
-from stagewright.run.files import settings_of
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.declare import as_lists, setting_in_words
@@ -66,10 +65,9 @@ class Experiment:
         `path` is where the settings stood, for errors. With `gpus_per_node`, of hardware by name,
         dp fills the nodes or GPUs.
         """
-        chosen, pending = settings_of(values, overrides, path)
+        run, chosen, pending = Run.read(values, overrides, path)
         cluster = section_of(ClusterSection, chosen, path, overrides)
         execution = section_of(Execution, chosen, path, overrides)
-        run = Run.without_derived(values, overrides, path)
         if gpus_per_node is not None:
             run = filled(run, cluster, gpus_per_node)
         return cls(run.completed(pending), cluster, execution)

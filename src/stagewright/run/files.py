@@ -16,6 +16,7 @@ from stagewright.model import json as model_json
 from stagewright.model.config import ModelConfig
 from stagewright.run.other_names import SAME, Pending, is_setting_name, translate
 from stagewright.run.sections import EXPERIMENT, SECTIONS
+from stagewright.run.sections.declare import text_of
 from stagewright.run.sections.serving import SERVING
 from stagewright.run.validation import hint_of_setting
 
@@ -27,6 +28,16 @@ _TOML = re.compile(r"""\[\[?[\w."' -]+\]\]?\s*(#|$)|["']?[\w.-]+["']?\s*=""")
 
 RECORDED = ("cluster", "execution")
 """Sections that a manifest holds beside its run, each where something of it was given."""
+
+
+def launched(
+    path: str | Path | None, settings: Mapping[str, Any]
+) -> tuple[str | None, Mapping[str, Any]]:
+    """Run file and settings; a launch file as the model is the run file, where there is none."""
+    model: object = settings.get("model")
+    if path is None and isinstance(model, str | Path) and launch.find(model):
+        return str(model), {name: v for name, v in settings.items() if name != "model"}
+    return None if path is None else str(path), settings
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
@@ -111,7 +122,7 @@ def settings_of(
         if path is not None and launch.find(path):
             settings = launch.complete(str(path), settings, over)
         elif path is not None:
-            _refuse_sizes_alone({**settings, **over}, str(settings.get("model")), where)
+            _refuse_sizes_alone({**settings, **over}, where)
     fills = follows.fills or pending.fills
     replaced = {*over, *follows.makes()}
     settings = {name: value for name, value in settings.items() if name not in replaced} | over
@@ -126,15 +137,28 @@ def settings_of(
     return settings, follows
 
 
-def _refuse_sizes_alone(settings: Mapping[str, Any], model: str, where: str) -> None:
-    """Raise a UserError for a script as the model of a run file that lacks the script's batch."""
-    if settings.get("mode", "train") != "train" or launch.find(model) is None:
+def layout_of_script(model: str) -> dict[str, Any]:
+    """Settings of the layout and the batch that a script gives and that are no defaults."""
+    if launch.find(model) is None:
+        return {}
+    settings, _ = translate(launch.read(model).settings)
+    framework = str(settings.get("framework"))
+    return {
+        of.name: settings[of.name]
+        for of in EXPERIMENT.values()
+        if of.section in ("parallelism", "batch")
+        and settings.get(of.name, of.default_of(framework)) != of.default_of(framework)
+    }
+
+
+def _refuse_sizes_alone(settings: Mapping[str, Any], where: str) -> None:
+    """Raise a UserError for a script as the model of a run file that lacks the script's layout."""
+    if settings.get("mode", "train") != "train":
         return
-    script = launch.read(model).settings
-    names = [name for name in ("seq_length", "global_batch_size")
-             if name in script and settings.get(name) is None]  # fmt: skip
-    if names:
-        lines = ", ".join(f"{name}: {script[name]}" for name in names)
+    model = str(settings.get("model"))
+    script = layout_of_script(model)
+    if missing := [name for name in script if name not in settings]:
+        lines = ", ".join(f"{name}: {text_of(script[name])}" for name in missing)
         raise UserError(
             f"{where}model: {model} gives the sizes of the model alone; add the batch and the "
             f"layout, such as {lines}, or name the script in place of this file: --config {model}"

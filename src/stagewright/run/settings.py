@@ -131,38 +131,34 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
 
         Settings of the machine and of the execution are passed over.
         """
-        _, pending = settings_of(values, overrides, path)
-        return cls.without_derived(values, overrides, path).completed(pending)
+        run, _, pending = cls.read(values, overrides, path)
+        return run.completed(pending)
 
     @classmethod
-    def without_derived(
+    def read(
         cls,
         values: Mapping[str, Any],
         overrides: Mapping[str, Any] | None = None,
         path: str | Path | None = None,
-    ) -> Self:
-        """A run before `completed` adds what options of other tools imply.
+    ) -> tuple[Self, dict[str, Any], Pending]:
+        """A run, all settings that were given, and what options of other tools imply.
 
-        Such an option is `--enable-expert-parallel`, from which `ep` and `etp` follow.
+        `completed` adds the latter: from `--enable-expert-parallel` follow `ep` and `etp`.
         """
         try:
             if is_manifest(values):
-                values = {
-                    **values,
-                    "run": cls._settings_of_manifest(values["run"], overrides or {}),
-                }
-            chosen, _ = settings_of(values, overrides, path)
-            return cls._validated({k: v for k, v in chosen.items() if k not in _ELSEWHERE})
+                # Settings that follow from others, or from the framework, are computed anew.
+                recorded = cls._validated(values["run"]).unresolved().model_dump()
+                if (overrides or {}).get("framework", recorded["framework"]) != (
+                    recorded["framework"]
+                ):
+                    recorded = frameworks.without_defaults(recorded)
+                values = {**values, "run": recorded}
+            chosen, pending = settings_of(values, overrides, path)
+            given = {k: v for k, v in chosen.items() if k not in _ELSEWHERE}
+            return cls._validated(given), chosen, pending
         except ValidationError as error:
             raise invalid(error, cls.model_fields, path, overrides or {}) from None
-
-    @classmethod
-    def _settings_of_manifest(cls, recorded: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings of a manifest without those that follow from others, or the framework."""
-        values = cls._validated(recorded).unresolved().model_dump()
-        if overrides.get("framework", values["framework"]) != values["framework"]:
-            values = frameworks.without_defaults(values)
-        return values
 
     def completed(self, pending: Pending) -> Self:
         """The run with the settings that options of other tools derive from all of it."""

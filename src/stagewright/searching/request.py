@@ -16,7 +16,7 @@ from stagewright.launch.names import canonical
 from stagewright.model.catalog import resolve as resolve_model
 from stagewright.model.config import ModelConfig
 from stagewright.run.experiment import Experiment
-from stagewright.run.files import flat, is_manifest, model_of_manifest, read_settings
+from stagewright.run.files import flat, is_manifest, launched, model_of_manifest, read_settings
 from stagewright.run.other_names import is_setting_name, setting_of
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.settings import usual_batch
@@ -65,6 +65,7 @@ def search_request(
     specs by name; the run file may have specs, too. Open settings take default values (`defaults`),
     to which `families` add. Raises UserError.
     """
+    path, settings = launched(path, settings)
     where = "" if path is None else f"{path}: "
     values = {} if path is None else read_settings(path)
     axes: dict[str, tuple[Any, ...]] = {}

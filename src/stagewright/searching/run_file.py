@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from stagewright.files import atomic, write_text
+from stagewright.run.files import layout_of_script
 from stagewright.run.sections import EXPERIMENT
 from stagewright.searching.candidates import Candidates
 from stagewright.searching.machines import Specs
@@ -91,6 +92,8 @@ def non_default_settings(candidates: Candidates, index: int) -> dict[str, Any]:
             value = getattr(sections[setting.section], setting.name)
             if value != setting.default:
                 values[setting.name] = value
+    # Another layout than the script's, whose defaults count, too.
+    values |= {name: getattr(run, name) for name in layout_of_script(run.model)}
     return {name: values[name] for name in ("model", *EXPERIMENT) if name in values}
 
 

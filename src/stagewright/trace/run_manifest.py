@@ -80,6 +80,7 @@ def read_experiment(
     Overrides replace. With `gpus_per_node`, of hardware by name, dp fills the nodes. Every error is
     a UserError that names the setting, and the file if it came from there.
     """
+    path, overrides = files.launched(path, overrides or {})
     values = {} if path is None else _settings(path)
     if "stagewright" in values and not files.is_manifest(values):
         raise UserError(f"{path}: is a manifest without a run; wanted one with a run")

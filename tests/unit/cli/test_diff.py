@@ -177,7 +177,7 @@ def test_markdown(scripts: Path, call: Call):
         (("old.sh", "old.sh?tp=3"), "new: "),
         (("old.sh", "old.sh", "--rate", "3"), "rate is of requests over time"),
         (("serve.sh", "serve.sh"), "old: serve.sh: CONC"),
-        (("gpt2", "gpt2", "--set", "X=1"), "name some"),
+        (("gpt2", "gpt2", "--set", "X=1"), "name one"),
         (("lama3-8b", "gpt2"), "llama3-8b"),
         (("gpt2?mode=decode", "gpt2"), "a step of decode and gpt2 is a training step"),
         (("gpt2", "/dev/null"), "a deleted file has no figures"),

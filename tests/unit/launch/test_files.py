@@ -96,21 +96,28 @@ def test_a_search_finds_another_layout(script: Path) -> None:
     settings = [str(row["settings"]) for row in found.table("best").rows]
     assert any("tp=" not in text for text in settings)
     assert found.table("best").rows[0]["settings"] != "tp=2 dp=2"
+    path = script.parent / "best.yaml"
+    found.write(path)
+    assert sw.load_run(path).describe() == found.run().describe()
 
 
 def test_a_model_in_a_run_file(script: Path, tmp_path: Path) -> None:
     """A run file may name the model of a script, whose settings are not taken.
 
-    A file without the batch that the script gives would be another run than the script's.
+    A file without the layout and the batch that the script gives would be another run.
     """
     config = tmp_path / "run.yaml"
     config.write_text(f"model: {script}?SIZE=large\ntp: 1\n")
     with pytest.raises(UserError, match=r"sizes of the model alone; add .* seq_length: \d+, glob"):
         sw.load_run(config)
-    config.write_text(config.read_text() + "seq_length: 64\nglobal_batch_size: 8\n")
+    batch = "seq_length: 64\nglobal_batch_size: 8\n"
+    config.write_text(config.read_text() + batch)
     loaded = sw.load_run(config)
     assert (loaded.tp, loaded.dp) == (1, 1)
     assert sw.resolve(loaded.model).hidden_size == 512
+    config.write_text(f"model: {script}\n{batch}")
+    with pytest.raises(UserError, match=r"sizes of the model alone; add .* such as tp: 2, or name"):
+        sw.load_run(config)
 
 
 @cases

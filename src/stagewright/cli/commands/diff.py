@@ -68,12 +68,11 @@ def diff(
     if b == os.devnull:
         raise UserError(f"{b}: a deleted file has no figures; wanted a new run")
     if a == os.devnull:
-        [name] = runs.with_variables([b])
-        run = read_run("new", name, given)
+        run = read_run("new", b, given)
         result = new = run.result()
         notes, slowdown = run.all_notes, 0.0
     else:
-        result = compare(*runs.with_variables((a, b)), **given)
+        result = compare(a, b, **given)
         new = result.results[1] if result.results else None
         notes, slowdown = result.notes, result.slowdown
     if markdown:

@@ -114,16 +114,13 @@ def _run(
     from stagewright.launch import files
     from stagewright.trace.formats.archive import is_bundle
 
-    is_run = model is not None and (
-        is_bundle(model) or model.endswith(_RUN_FILES) or files.find(model) is not None
-    )
-    if is_run and config is None:
+    if model is not None and config is None and (is_bundle(model) or model.endswith(_RUN_FILES)):
         model, config = None, model
     experiment = runs.load_experiment(model, config, settings)
     if experiment.cluster.hardware is not None:
         step = run_experiment(experiment, model, config)
         return step.compiled, step
-    if config is None or not files.find(config):  # a launch file says more than a page needs
+    if not files.find(config or model or ""):  # a launch file says more than a page needs
         _check_no_machine(experiment)
     return runs.compile_run(experiment.run, model, config), None
 

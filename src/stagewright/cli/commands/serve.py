@@ -69,6 +69,7 @@ def serve(
     from stagewright.api.served import ServingSections, served
     from stagewright.files import replaced_together
     from stagewright.launch import files
+    from stagewright.run.files import launched
     from stagewright.run.sections.serving import SERVING
     from stagewright.serving.command_lines import ENGINES, check_engine
     from stagewright.time.hardware import resolve
@@ -85,10 +86,11 @@ def serve(
     if engine := runs.tool_of(model, settings["as_family"], ENGINES):
         settings["as_family"] = None
     given = {name: value for name, value in settings.items() if value is not None}
-    if config is not None and files.find(config):
-        named = {} if model is None else {"model": model}
-        script, given = with_launch_file(config, named | given, serves=True)
-        model, config = given.pop("model", script), None
+    named = given if model is None else {"model": model} | given
+    script, own = launched(config, named)
+    if files.find(script or ""):
+        model, given = with_launch_file(script, own, serves=True)
+        model, config = given.pop("model", model), None
     of_serving = {name: given.pop(name) for name in [*given] if name in SERVING}
     if compare is not None:
         if "requests" in of_serving:

@@ -60,7 +60,7 @@ def show(
     from stagewright.views.summary import summary, summary_text, traced_summary
 
     if launch:
-        return _launch_file(config, as_json=as_json)
+        return _launch_file(model, config, as_json=as_json)
     chosen = (as_json, graph, kernels, schedule_picture)
     if sum(chosen) > 1:
         raise UserError(
@@ -118,13 +118,14 @@ def _as_tool(experiment: Experiment, compiled: CompiledRun, tool: str) -> None:
     click.echo("\n".join(text_lines(trained, tool)))
 
 
-def _launch_file(config: str | None, *, as_json: bool) -> int:
+def _launch_file(model: str | None, config: str | None, *, as_json: bool) -> int:
     """Print what was read of a launch file."""
     from stagewright.launch import files
 
-    if config is None or not files.find(config):
+    named = next((name for name in (config, model) if name and files.find(name)), None)
+    if named is None:
         raise UserError("--launch is of a launch file of another tool; name one, such as train.sh")
-    reading = files.read(config)
+    reading = files.read(named)
     output.print_result(reading.to_dict if as_json else reading.tables)
     return 0
 
