@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
@@ -13,16 +13,6 @@ from stagewright.cli.runs import launch_files
 from stagewright.cli.words import note_of_ignored, read_words
 
 _ALL = "stagewright.help_all"
-
-
-class Entry(NamedTuple):
-    """A command as its module in `cli.commands` declares it."""
-
-    order: int
-    """Commands are listed by this number: in the order of use."""
-    command: click.Command
-    examples: tuple[str, ...]
-    """Lines for the end of the command's help; a test runs them all."""
 
 
 class SectionOption(click.Option):
@@ -51,6 +41,10 @@ class Command(click.Command):
     of the time of `stagewright --help`.
     """
 
+    order: int
+    """Commands are listed by this number: in the order of use."""
+    examples: tuple[str, ...]
+    """Lines for the end of the command's help; a test runs them all."""
     own: list[click.Parameter]
     settings: Callable[[], list[click.Parameter]] | None = None
     """Makes the options of settings; None: there are none, or they are made."""
@@ -125,12 +119,19 @@ _HELP_ALL = click.Option(
 )
 
 
-def command(function: Callable[..., Any]) -> click.Command:
-    """Make a function a command."""
-    made = click.command(cls=Command)(function)
-    made.settings = getattr(function, "settings", None)
-    made.of_runs = made.settings is not None
-    return made
+def command(
+    order: int, *examples: str, name: str | None = None
+) -> Callable[[Callable[..., Any]], Command]:
+    """Make a function a command, which is listed by its `order`, with examples in its help."""
+
+    def make(function: Callable[..., Any]) -> Command:
+        made = click.command(name, cls=Command, epilog=examples_text(examples))(function)
+        made.order, made.examples = order, examples
+        made.settings = getattr(function, "settings", None)
+        made.of_runs = made.settings is not None
+        return made
+
+    return make
 
 
 def examples_text(lines: Sequence[str]) -> str:

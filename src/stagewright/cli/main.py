@@ -13,7 +13,7 @@ import click
 
 import stagewright
 from stagewright.cli.command import examples_text
-from stagewright.cli.commands import entries
+from stagewright.cli.commands import all_commands
 from stagewright.cli.runs import INTERRUPTED
 from stagewright.cli.words import no_such_option
 from stagewright.errors import Stopped, UserError, did_you_mean, shorten
@@ -73,13 +73,12 @@ def commands(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-ENTRIES = entries()
-for _entry in ENTRIES:
-    _entry.command.epilog = examples_text(_entry.examples)
-    commands.add_command(_entry.command)
+COMMANDS = all_commands()
+for _command in COMMANDS:
+    commands.add_command(_command)
 commands.epilog = examples_text(_FIRST_EXAMPLES)
 
-EXAMPLES = {"": _FIRST_EXAMPLES} | {str(e.command.name): e.examples for e in ENTRIES}
+EXAMPLES = {"": _FIRST_EXAMPLES} | {str(of.name): of.examples for of in COMMANDS}
 """Lines below the help of each command; a test runs them all, in this order, in one place."""
 
 

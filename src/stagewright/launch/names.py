@@ -7,12 +7,12 @@ help; `FOREIGN` says why an option sets nothing. Names are spelled as `canonical
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from stagewright.launch.tables import FlagRow, canonical, table, value_of
+from stagewright.launch.tables import FlagRow, canonical, flag_rows, rows, table, value_of
 
 TABLES = ("megatron", "vllm", "torchtitan", "common")
 """Tables whose names are options here; of two rows of a name `common` has the one that counts."""
@@ -33,12 +33,6 @@ class OtherName(NamedTuple):
     """Other spellings of the option, without the dashes before them."""
 
 
-def _other(
-    flag: str, help: str, kind: type | tuple[str, ...], *makes: str, names: tuple[str, ...] = ()
-) -> OtherName:
-    return OtherName(canonical(flag), "--" + flag, help, kind, makes, names)
-
-
 _DOTS = ("qkv_proj", "out_proj", "mlpwi", "mlpwo")
 REMAT_POLICIES: Mapping[str, tuple[str, ...] | None] = {
     "none": None,
@@ -57,93 +51,17 @@ REMAT_POLICIES: Mapping[str, tuple[str, ...] | None] = {
 OFFLOADED_POLICIES = ("minimal_offloaded", "qkv_proj_offloaded")
 """Policies that keep it in host memory."""
 
-OTHERS: Mapping[str, OtherName] = {
-    of.name: of
-    for of in (
-        _other(
-            "enable-expert-parallel",
-            "vLLM: ep over all ranks of tp, cp and dp, with etp=1.",
-            bool,
-            *("ep", "etp"),
-        ),
-        _other(
-            "num-layers-per-virtual-pipeline-stage",
-            "Megatron-LM: layers / (pp * vpp), which gives vpp.",
-            int,
-            "vpp",
-        ),
-        _other(
-            "parallelism.pipeline_parallel_layers_per_stage",
-            "torchtitan: the most layers of a virtual stage, which gives vpp.",
-            int,
-            "vpp",
-            names=("pipeline-parallel-layers-per-stage",),
-        ),
-        _other(
-            "decoder-first-pipeline-num-layers",
-            "Megatron-LM: layers of the first rank of pp; the others share the rest.",
-            int,
-            "layers_per_stage",
-        ),
-        _other(
-            "decoder-last-pipeline-num-layers",
-            "Megatron-LM: layers of the last rank of pp; the others share the rest.",
-            int,
-            "layers_per_stage",
-        ),
-        _other(
-            "pipeline-model-parallel-layout",
-            "Megatron-LM: virtual stages such as Et*3|(tt|)*29,t*3L, which give vpp, too.",
-            str,
-            *("vpp", "layers_per_stage"),
-        ),
-        _other(
-            "data-parallel-sharding-strategy",
-            "Megatron-LM's FSDP: stands for --zero 0, 1, 2 and 3.",
-            ("no_shard", "optim", "optim_grads", "optim_grads_params"),
-            "zero",
-        ),
-        _other(
-            "recompute-method",
-            "Megatron-LM: block recomputes the first --recompute-num-layers, uniform all layers.",
-            ("uniform", "block"),
-            "recompute_num_layers",
-        ),
-        _other(
-            "remat-policy",
-            "MaxText: stands for --recompute, --recompute-save and --recompute-save-on-host.",
-            tuple(REMAT_POLICIES),
-            *("recompute", "recompute_save", "recompute_save_on_host", "recompute_early_stop"),
-        ),
-        _other(
-            "isl",
-            "Input sequence length. Prefill: --prompt-length. Decode: --context-length is isl + "
-            "osl / 2, the mean while a request gets its tokens; with --prefill isl.",
-            int,
-            *("prompt_length", "context_length"),
-        ),
-        _other(
-            "num-distributed-optimizer-instances",
-            "Megatron-LM: copies of what is sharded over dp; --dp-shard is dp / copies.",
-            int,
-            "dp_shard",
-        ),
-        _other(
-            "parallelism.data_parallel_shard_degree",
-            "torchtitan: ranks of dp that share the parameters (zero=3); -1: all that are left.",
-            int,
-            *("dp", "dp_shard", "zero"),
-            names=("data-parallel-shard-degree",),
-        ),
-        _other(
-            "parallelism.data_parallel_replicate_degree",
-            "torchtitan: copies of the parameters, which multiply dp.",
-            int,
-            *("dp", "dp_shard"),
-            names=("data-parallel-replicate-degree",),
-        ),
-    )
-}
+
+def _others() -> Iterator[OtherName]:
+    kinds = {"int": int, "bool": bool, "str": str, "policies": tuple(REMAT_POLICIES)}
+    for flag, names, kind, makes, text in rows("other_names.csv"):
+        words = kinds.get(kind) or tuple(kind.split("|"))
+        yield OtherName(
+            canonical(flag), f"--{flag}", text, words, tuple(makes.split()), tuple(names.split())
+        )
+
+
+OTHERS: Mapping[str, OtherName] = {of.name: of for of in _others()}
 """Options of other tools by name."""
 
 # ---- settings by other names ---------------------------------------------------------------------
@@ -159,34 +77,19 @@ class Without:
         return f"without {self.item}"
 
 
-class OtherNames(NamedTuple):
-    """What other tools call a setting and its values."""
-
-    names: tuple[str, ...]
-    short: str
-    """Its option of one dash in vLLM."""
-    switches: Mapping[str, Any]
-    """Options without a value that stand for one value, or a `Without`."""
-    words: Mapping[str, str]
-    """Values that a tool has and the setting has not, and what to use for each."""
-    same_words: Mapping[str, Any]
-    """Values of a tool, and the value of the setting that each means; None: its default."""
-
-
 @cache
 def _by_setting() -> Mapping[str, list[FlagRow]]:
-    rows: dict[str, list[FlagRow]] = {}
-    for tool in TABLES:
-        for row in {id(row): row for row in table(tool).values()}.values():
-            if row.setting and not row.note:
-                rows.setdefault(row.setting, []).append(row)
-    return rows
+    by_setting: dict[str, list[FlagRow]] = {}
+    for row in (row for tool in TABLES for row in flag_rows(tool)):
+        if row.setting and not row.note:
+            by_setting.setdefault(row.setting, []).append(row)
+    return by_setting
 
 
-def other_names(setting: str) -> OtherNames:
-    """Names of a setting in other tools.
+def other_names(setting: str) -> dict[str, Any]:
+    """Names of a setting and its values in other tools, by field of `Setting`.
 
-    >>> other_names("tp").names
+    >>> other_names("tp")["names"]
     ('tensor-model-parallel-size', 'tensor-parallel-size', 'parallelism.tensor_parallel_degree')
     """
     names: list[str] = []
@@ -213,7 +116,13 @@ def other_names(setting: str) -> OtherNames:
                 words[theirs] = value[1:]
             elif value not in ("?", "~", theirs) and "=" not in value:
                 same[theirs] = value or None
-    return OtherNames(tuple(names), "".join(shorts[:1]), switches, words, same)
+    return {
+        "names": tuple(names),
+        "short": "".join(shorts[:1]),
+        "switches": switches,
+        "words": words,
+        "same_words": same,
+    }
 
 
 def written(tool: str, setting: str, value: str) -> tuple[str, ...] | None:
@@ -224,9 +133,8 @@ def written(tool: str, setting: str, value: str) -> tuple[str, ...] | None:
     >>> written("megatron", "order", "tp-cp-ep-pp-dp"), written("megatron", "schedule", "zbv")
     (('use-tp-pp-dp-mapping',), None)
     """
-    rows = [row for row in {id(r): r for r in table(tool).values()}.values()
-            if row.setting == setting]  # fmt: skip
-    ranked = sorted(rows, key=lambda row: (bool(row.note), row.ours != setting))
+    of_setting = [row for row in flag_rows(tool) if row.setting == setting]
+    ranked = sorted(of_setting, key=lambda row: (bool(row.note), row.ours != setting))
     wanted = value_of(value)
     for row in sorted(ranked, key=lambda row: canonical(row.flag) != setting):
         constant = row.ours[len(setting) + 1 :]
@@ -257,34 +165,19 @@ OF_MODEL = "it belongs to the model; name a preset or a config.json"
 _NOTHING = "it changes nothing that Stagewright computes; drop it"
 
 
-@cache
-def _merged() -> Mapping[str, FlagRow]:
-    rows: dict[str, FlagRow] = {}
-    for tool in ("common", *TABLES):
-        rows = {**table(tool), **rows}
-    return rows
+def _advice(row: FlagRow) -> str:
+    """What to say about an option that is none here; empty: nothing."""
+    if row.ours.startswith("model."):
+        return OF_MODEL
+    return {"-": _NOTHING, "!": row.note}.get(row.ours, "")
 
 
-def _ignored() -> Mapping[str, int | None]:
-    """Options that change nothing that is computed, and how many values each takes; None: any.
+_ROWS: Mapping[str, FlagRow] = {
+    name: row for tool in (*TABLES[::-1], "common") for name, row in table(tool).items()
+}
+IGNORED: Mapping[str, int | None] = {n: row.limit for n, row in _ROWS.items() if row.ours == "-"}
+"""Options that change nothing that is computed, and how many values each takes; None: any.
 
-    A command line may have them; in run files and keywords they are refused.
-    """
-    return {name: row.limit for name, row in _merged().items() if row.ours == "-"}
-
-
-def _advice() -> Mapping[str, str]:
-    """What to say about an option that is none here, by name."""
-    texts: dict[str, str] = {}
-    for name, row in _merged().items():
-        if row.ours == "-":
-            texts[name] = _NOTHING
-        elif row.ours == "!":
-            texts[name] = row.note
-        elif row.ours.startswith("model."):
-            texts[name] = OF_MODEL
-    return texts
-
-
-IGNORED = _ignored()
-FOREIGN = _advice()
+A command line may have them; in run files and keywords they are refused."""
+FOREIGN: Mapping[str, str] = {n: said for n, row in _ROWS.items() if (said := _advice(row))}
+"""What to say about options that are none here."""

@@ -78,18 +78,30 @@ def canonical(name: str) -> str:
 
 
 @cache
-def table(tool: str) -> Mapping[str, FlagRow]:
-    """Rows of a tool by each spelling of their flags."""
-    text = files("stagewright").joinpath("data", "launch", f"{tool}.csv").read_text("utf-8")
-    lines = [line for line in text.splitlines() if not line.startswith("#")]
-    rows: dict[str, FlagRow] = {}
-    for flag, values, ours, words, note in list(csv.reader(lines))[1:]:
+def flag_rows(tool: str) -> tuple[FlagRow, ...]:
+    """Rows of a tool, in order."""
+    made: list[FlagRow] = []
+    for flag, values, ours, words, note in rows("launch", f"{tool}.csv"):
         pairs = dict(pair.split(">", 1) for pair in words.split(";") if pair)
-        first, *_ = spellings = flag.split()
-        row = FlagRow(first, values, ours, pairs, note, tuple(spellings))
-        for name in spellings:
-            rows.setdefault(canonical(name), row)
-    return rows
+        spellings = tuple(flag.split())
+        made.append(FlagRow(spellings[0], values, ours, pairs, note, spellings))
+    return tuple(made)
+
+
+@cache
+def table(tool: str) -> Mapping[str, FlagRow]:
+    """Rows of a tool by each spelling of their flags; of two, the first."""
+    by_name: dict[str, FlagRow] = {}
+    for row in flag_rows(tool):
+        for name in row.spellings:
+            by_name.setdefault(canonical(name), row)
+    return by_name
+
+
+def rows(*path: str) -> list[list[str]]:
+    """Rows below the header of a CSV of the package's data, without comments."""
+    text = files("stagewright").joinpath("data", *path).read_text("utf-8")
+    return list(csv.reader(line for line in text.splitlines() if not line.startswith("#")))[1:]
 
 
 def row_of(rows: Mapping[str, FlagRow], name: str) -> FlagRow | None:

@@ -1,4 +1,4 @@
-"""Commands, one module each: its `ENTRY` is all that adding a command takes.
+"""Commands, one module each: a function with `@command` is all that adding one takes.
 
 Of runs: `show`, `generate`, `simulate`, `search`, `serve`, `report`. Of traces: `inspect`,
 `verify`, `diff`, `expand`. Of recorded steps: `replay`, `compare`, `calibrate`. Of data and the
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from stagewright.cli.command import Entry
+from stagewright.cli.command import Command
 
 
-def entries() -> list[Entry]:
-    """What the modules of commands declare, in the order of use."""
+def all_commands() -> list[Command]:
+    """The commands of the modules, in the order of use."""
     names = [each.name for each in pkgutil.iter_modules(__path__)]
-    declared = [importlib.import_module(f"{__name__}.{name}").ENTRY for name in names]
-    return sorted(declared, key=lambda entry: entry.order)
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
+    commands = [x for module in modules for x in vars(module).values() if isinstance(x, Command)]
+    return sorted(commands, key=lambda command: command.order)

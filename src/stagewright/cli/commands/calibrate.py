@@ -5,11 +5,14 @@ from __future__ import annotations
 import click
 
 from stagewright.cli import output
-from stagewright.cli.command import Entry, command
+from stagewright.cli.command import command
 from stagewright.cli.options import FORCE, JSON, output_file
 
 
-@command
+@command(
+    47,
+    "stagewright calibrate recorded --base h100-sxm -o mine.yaml --durations kernels.csv",
+)
 @click.argument("traces", nargs=-1, required=True, metavar="TRACE...")
 @click.option("--base", required=True, metavar="NAME", help="Hardware, by name or .yaml file.")
 @output_file("-o", "--out", help="The hardware file: mine.yaml.")
@@ -36,10 +39,3 @@ def calibrate(
     for path in (out, durations):
         if path is not None:
             result.write(path)
-
-
-ENTRY = Entry(
-    47,
-    calibrate,
-    ("stagewright calibrate recorded --base h100-sxm -o mine.yaml --durations kernels.csv",),
-)

@@ -7,13 +7,17 @@ from typing import Any
 import click
 
 from stagewright.cli import output, runs
-from stagewright.cli.command import Entry, command
+from stagewright.cli.command import command
 from stagewright.cli.option_types import WholeNumber
 from stagewright.cli.options import FORCE, JSON, experiment_options, output_file
 from stagewright.errors import UserError
 
 
-@command
+@command(
+    46,
+    "stagewright generate gpt2 --dp 2 --hardware h100-sxm --format kineto -o recorded",
+    "stagewright compare recorded gpt2 --dp 2 --hardware h100-sxm -o compared.html",
+)
 @experiment_options()
 @click.argument("others", nargs=-1, metavar="[TRACE]...")
 @click.option("--step", type=WholeNumber(0), metavar="N", help="ProfilerStep#N. [the middle one]")
@@ -58,12 +62,3 @@ def compare(
 
 # The model is parsed as the first word, as in other commands.
 compare.collect_usage_pieces = lambda ctx: ["[OPTIONS]", "TRACE...", "[MODEL]"]
-
-ENTRY = Entry(
-    46,
-    compare,
-    (
-        "stagewright generate gpt2 --dp 2 --hardware h100-sxm --format kineto -o recorded",
-        "stagewright compare recorded gpt2 --dp 2 --hardware h100-sxm -o compared.html",
-    ),
-)

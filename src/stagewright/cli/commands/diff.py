@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from stagewright.cli import output, runs
-from stagewright.cli.command import Entry, command
+from stagewright.cli.command import command
 from stagewright.cli.option_types import RealNumber
 from stagewright.cli.options import ALLOW_OOM, JSON, diff_settings
 from stagewright.errors import UserError, did_you_mean
@@ -20,7 +20,12 @@ _OF_RUNS = (".yaml", ".yml", ".json", ".stg", ".sh", ".bash", ".sbatch", ".slurm
 """Ends of names of files that are no traces."""
 
 
-@command
+@command(
+    90,
+    "stagewright diff 'llama3-8b?tp=2' 'llama3-8b?tp=4' --gpus 16 --hardware h100-sxm",
+    "stagewright diff traces again",
+    "stagewright diff traces/workload.0.et again/workload.0.et --json",
+)
 @diff_settings
 @click.argument("a", metavar="OLD")
 @click.argument("b", metavar="NEW")
@@ -127,14 +132,3 @@ def _diff_traces(a: str, b: str, *, as_json: bool) -> int:
     else:
         diff.print_difference(difference, output.console())
     return int(not difference.same)
-
-
-ENTRY = Entry(
-    90,
-    diff,
-    (
-        "stagewright diff 'llama3-8b?tp=2' 'llama3-8b?tp=4' --gpus 16 --hardware h100-sxm",
-        "stagewright diff traces again",
-        "stagewright diff traces/workload.0.et again/workload.0.et --json",
-    ),
-)

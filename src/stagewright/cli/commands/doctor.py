@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING
 import click
 
 from stagewright.cli import output
-from stagewright.cli.command import Entry, command
+from stagewright.cli.command import command
 from stagewright.cli.options import JSON
 
 if TYPE_CHECKING:
     from stagewright.evidence.doctor import Examination, Package
 
 
-@command
+@command(
+    130,
+    "stagewright doctor",
+    "stagewright doctor --json",
+)
 @JSON
 def doctor(as_json: bool) -> int:
     """Report the packages that are installed and missing.
@@ -58,13 +62,3 @@ def _mark(ok: bool, color: str = "red") -> str:
 
 def _describe(package: Package) -> str:
     return f"{package.name} {package.version or '-'} (wanted {package.wanted or 'any'})"
-
-
-ENTRY = Entry(
-    130,
-    doctor,
-    (
-        "stagewright doctor",
-        "stagewright doctor --json",
-    ),
-)

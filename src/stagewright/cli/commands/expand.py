@@ -8,13 +8,17 @@ from contextlib import nullcontext
 import click
 
 from stagewright.cli import output, runs
-from stagewright.cli.command import Entry, command
+from stagewright.cli.command import command
 from stagewright.cli.option_types import Word
 from stagewright.cli.options import ADDRESS, FORCE, OUT_DIRECTORY, RANKS, WORKERS, forced
 from stagewright.cli.progress import shown
 
 
-@command
+@command(
+    100,
+    "stagewright generate palm-540b --tp 8 --pp 64 --dp 2048 --format bundle -o palm.bundle",
+    "stagewright expand palm.bundle --ranks 0-7,131071 -o some",
+)
 @click.argument("bundle")
 @OUT_DIRECTORY
 @RANKS
@@ -62,13 +66,3 @@ def expand(
             progress=bar,
         )
     output.say(runs.describe_written(written, out, started))
-
-
-ENTRY = Entry(
-    100,
-    expand,
-    (
-        "stagewright generate palm-540b --tp 8 --pp 64 --dp 2048 --format bundle -o palm.bundle",
-        "stagewright expand palm.bundle --ranks 0-7,131071 -o some",
-    ),
-)

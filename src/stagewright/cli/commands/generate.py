@@ -9,7 +9,7 @@ import click
 
 import stagewright
 from stagewright.cli import output, runs
-from stagewright.cli.command import Entry, command
+from stagewright.cli.command import command
 from stagewright.cli.options import (
     FORCE,
     OUT_DIRECTORY,
@@ -22,7 +22,12 @@ from stagewright.cli.progress import shown
 from stagewright.errors import UserError
 
 
-@command
+@command(
+    60,
+    "stagewright generate llama3.1-70b --tp 8 --pp 4 --dp 2 -o traces",
+    "stagewright generate path/to/config.json --zero 3 --dp 64 --ranks 0-7 -o few",
+    "stagewright generate --config traces/manifest.json -o again",
+)
 @experiment_options("durations")
 @OUT_DIRECTORY
 @click.option(
@@ -84,14 +89,3 @@ def generate(
         from stagewright.time import measured
 
         output.say(measured.describe(written["durations"]))
-
-
-ENTRY = Entry(
-    60,
-    generate,
-    (
-        "stagewright generate llama3.1-70b --tp 8 --pp 4 --dp 2 -o traces",
-        "stagewright generate path/to/config.json --zero 3 --dp 64 --ranks 0-7 -o few",
-        "stagewright generate --config traces/manifest.json -o again",
-    ),
-)

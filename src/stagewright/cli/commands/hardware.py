@@ -5,11 +5,15 @@ from __future__ import annotations
 import click
 
 from stagewright.cli import output
-from stagewright.cli.command import Entry, command
+from stagewright.cli.command import command
 from stagewright.cli.options import JSON
 
 
-@command
+@command(
+    20,
+    "stagewright hardware",
+    "stagewright hardware h100-sxm --json",
+)
 @click.argument("name", required=False)
 @JSON
 def hardware(name: str | None, as_json: bool) -> None:
@@ -58,13 +62,3 @@ def _print_figures(figures: dict[str, object]) -> None:
                 output.say(f"{prefix}{key}: {value}" + (f"  # {source}" if source else ""))
 
     walk(figures, "")
-
-
-ENTRY = Entry(
-    20,
-    hardware,
-    (
-        "stagewright hardware",
-        "stagewright hardware h100-sxm --json",
-    ),
-)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from stagewright.cli import output
-from stagewright.cli.command import Entry, command
+from stagewright.cli.command import command
 from stagewright.cli.option_types import WholeNumber
 from stagewright.cli.options import FORCE, check_output, forced, output_file
 from stagewright.errors import UserError
@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from stagewright.imports.recording import Recording
 
 
-@command
+@command(
+    28,
+    "stagewright import model.py:factory -o model.stg",
+    "stagewright import exported.pt2 -o model.stg --approximate",
+    "stagewright import trace.json.gz --step 6 -o chakra",
+    name="import",
+)
 @click.argument("source", metavar="FILE.py:FACTORY")
 @click.option(
     "-o",
@@ -165,16 +171,3 @@ def _write_trace(source: str, out: str, step: int | None, annotation: str | None
     recorded = plural(len(traces), "recorded rank", "recorded ranks")
     ranks = plural(program.mesh.world_size, "rank", "ranks")
     output.say(f"{out}: {plural(tasks, 'task', 'tasks')} of {recorded}, written as {ranks}")
-
-
-import_.name = "import"
-
-ENTRY = Entry(
-    28,
-    import_,
-    (
-        "stagewright import model.py:factory -o model.stg",
-        "stagewright import exported.pt2 -o model.stg --approximate",
-        "stagewright import trace.json.gz --step 6 -o chakra",
-    ),
-)

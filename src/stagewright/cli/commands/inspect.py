@@ -9,13 +9,17 @@ from pathlib import Path
 import click
 
 from stagewright.cli import output, runs
-from stagewright.cli.command import Entry, command
+from stagewright.cli.command import command
 from stagewright.cli.option_types import WholeNumber
 from stagewright.cli.options import GROUP_FILE, JSON
 from stagewright.errors import UserError
 
 
-@command
+@command(
+    80,
+    "stagewright inspect traces/workload.0.et",
+    "stagewright inspect traces/workload.0.et --nodes 0-50",
+)
 @click.argument("file")
 @GROUP_FILE
 @JSON
@@ -65,13 +69,3 @@ def _trace(file: str, rank: int | None) -> Generator[tuple[Path, str]]:
         which = f", such as {trace}" if trace else ""
         raise UserError(f"{file}: is a directory; wanted one trace{which}")
     yield path, file
-
-
-ENTRY = Entry(
-    80,
-    inspect,
-    (
-        "stagewright inspect traces/workload.0.et",
-        "stagewright inspect traces/workload.0.et --nodes 0-50",
-    ),
-)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import click
 
 from stagewright.cli import output
-from stagewright.cli.command import Entry, command
+from stagewright.cli.command import command
 from stagewright.errors import UserError, did_you_mean
 
 
-@command
+@command(
+    10,
+    "stagewright models",
+    "stagewright models qwen MoE",
+    "stagewright models --json",
+)
 @click.argument("words", nargs=-1, metavar="[WORD]...")
 @click.option(
     "--json", "as_json", is_flag=True, help="The models as one JSON object, with every field."
@@ -36,14 +41,3 @@ def models(words: tuple[str, ...], as_json: bool) -> None:
     from stagewright.texttable import print_table
 
     print_table(table(names), output.console())
-
-
-ENTRY = Entry(
-    10,
-    models,
-    (
-        "stagewright models",
-        "stagewright models qwen MoE",
-        "stagewright models --json",
-    ),
-)

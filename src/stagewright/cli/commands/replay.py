@@ -7,13 +7,17 @@ from collections.abc import Sequence
 import click
 
 from stagewright.cli import output
-from stagewright.cli.command import Entry, command
+from stagewright.cli.command import command
 from stagewright.cli.option_types import WholeNumber
 from stagewright.cli.options import JSON
 from stagewright.errors import UserError
 
 
-@command
+@command(
+    45,
+    "stagewright replay trace.json.gz --step 6 --without host",
+    "stagewright replay ranks --link x2 --straggler 1=1.2 --json",
+)
 @click.argument("traces", nargs=-1, required=True, metavar="TRACE...")
 @click.option("--step", type=WholeNumber(0), metavar="N", help="Only ProfilerStep#N. [all]")
 @click.option("--annotation", metavar="NAME", help="Only a record_function of this name. [all]")
@@ -86,13 +90,3 @@ def _number(option: str, text: str, wanted: str, *, whole: bool = False) -> floa
         return int(text) if whole else float(text)
     except ValueError:
         raise UserError(f"{option} is {text!r}, wanted {wanted}") from None
-
-
-ENTRY = Entry(
-    45,
-    replay,
-    (
-        "stagewright replay trace.json.gz --step 6 --without host",
-        "stagewright replay ranks --link x2 --straggler 1=1.2 --json",
-    ),
-)

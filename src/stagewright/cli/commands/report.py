@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stagewright.cli import output, runs
-from stagewright.cli.command import Entry, command
+from stagewright.cli.command import command
 from stagewright.cli.commands.simulate import run_experiment
 from stagewright.cli.options import ALLOW_OOM, FORCE, experiment_options, output_file
 from stagewright.errors import UserError, did_you_mean
@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 _RUN_FILES = (".yaml", ".yml")
 
 
-@command
+@command(
+    50,
+    "stagewright report llama3.1-70b --tp 8 --pp 4 --dp 2 -o run.html",
+    "stagewright report llama3-8b --dp 8 --zero 3 --hardware h100-sxm -o step.html",
+    "stagewright report gpt2 --hardware h100-sxm --picture time -o time.svg",
+)
 @experiment_options()
 @click.argument("others", nargs=-1, metavar="[MODEL]...")
 @output_file(
@@ -170,14 +175,3 @@ def _check_no_machine(experiment: Experiment) -> None:
         if home is not None and getattr(home, setting.name) != setting.default:
             flag = setting.flag
             raise UserError(f"{flag} is for --hardware; add that, or leave {flag} out")
-
-
-ENTRY = Entry(
-    50,
-    report,
-    (
-        "stagewright report llama3.1-70b --tp 8 --pp 4 --dp 2 -o run.html",
-        "stagewright report llama3-8b --dp 8 --zero 3 --hardware h100-sxm -o step.html",
-        "stagewright report gpt2 --hardware h100-sxm --picture time -o time.svg",
-    ),
-)

@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from stagewright.cli import output, runs
-from stagewright.cli.command import Entry, command
+from stagewright.cli.command import command
 from stagewright.cli.option_types import RealNumber, WholeNumber, Word
 from stagewright.cli.options import (
     ADDRESS,
@@ -41,7 +41,14 @@ if TYPE_CHECKING:
     from stagewright.time.hardware import Hardware
 
 
-@command
+@command(
+    45,
+    "stagewright search llama3-8b --gpus 8 --hardware h100-sxm --zero 1 --pp 1",
+    "stagewright search llama3.1-8b --serve --hardware h100-sxm --rate 60 --isl 1024 --osl 128 "
+    "--ttft 300 --tpot 12",
+    "stagewright search gpt2 --gpus 4 --hardware h100-sxm,h200 --tp 1 --pp 1 --zero 1 --vary "
+    "memory.gb=80,141 --recompute none --objective time --objective memory",
+)
 @search_settings
 @click.option(
     "--serve",
@@ -497,16 +504,3 @@ def _end_without_best(result: Search, why: NothingFound, files: _Files) -> int:
         raise UserError(text)
     click.echo(f"stagewright: {'' if stopped else 'error: '}{printable(text)}", err=True)
     return runs.INTERRUPTED if stopped else runs.DOES_NOT_FIT
-
-
-ENTRY = Entry(
-    45,
-    search,
-    (
-        "stagewright search llama3-8b --gpus 8 --hardware h100-sxm --zero 1 --pp 1",
-        "stagewright search llama3.1-8b --serve --hardware h100-sxm --rate 60 --isl 1024 --osl 128 "
-        "--ttft 300 --tpot 12",
-        "stagewright search gpt2 --gpus 4 --hardware h100-sxm,h200 --tp 1 --pp 1 --zero 1 --vary "
-        "memory.gb=80,141 --recompute none --objective time --objective memory",
-    ),
-)

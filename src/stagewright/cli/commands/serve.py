@@ -11,13 +11,18 @@ from typing import Any
 import click
 
 from stagewright.cli import output, runs
-from stagewright.cli.command import Entry, command
+from stagewright.cli.command import command
 from stagewright.cli.options import FORCE, JSON, forced, output_file, serving_options
 from stagewright.cli.progress import shown
 from stagewright.errors import UserError
 
 
-@command
+@command(
+    45,
+    "stagewright serve llama3.1-8b --hardware h100-sxm --rate 10 --isl 1024 --osl 256",
+    "stagewright serve llama3.1-70b --tp 4 --hardware h100-sxm --concurrency 32 --isl 2048 "
+    "--osl 512 --num-requests 320 --ttft 500 --tpot 30",
+)
 @serving_options
 @output_file(
     "-o",
@@ -152,14 +157,3 @@ def _time_and_instance(text: str) -> tuple[float, int]:
     if match is None:
         raise UserError(f"--step-trace: got {shortened(text)}, wanted seconds:instance, as 12.5:2")
     return float(match[1]), int(match[2] or 0)
-
-
-ENTRY = Entry(
-    45,
-    serve,
-    (
-        "stagewright serve llama3.1-8b --hardware h100-sxm --rate 10 --isl 1024 --osl 256",
-        "stagewright serve llama3.1-70b --tp 4 --hardware h100-sxm --concurrency 32 --isl 2048 "
-        "--osl 512 --num-requests 320 --ttft 500 --tpot 30",
-    ),
-)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stagewright.cli import output, runs
-from stagewright.cli.command import Entry, command
+from stagewright.cli.command import command
 from stagewright.cli.options import ALLOW_OOM, JSON, experiment_options
 from stagewright.errors import UserError
 
@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from stagewright.run.experiment import Experiment
 
 
-@command
+@command(
+    30,
+    "stagewright show llama3.1-70b --tp 8 --pp 4 --dp 2 --sequence-parallel",
+    "stagewright show llama3-8b --pp 4 --global-batch-size 8 --schedule-picture",
+    "stagewright show deepseek-v3 --pp 16 --dp 8 --ep 8 --recompute full --json",
+)
 @experiment_options()
 @JSON
 @click.option(
@@ -156,14 +161,3 @@ def _notes_of_times(settings: Mapping[str, Any]) -> Iterator[str]:
         timed = setting.name not in SETTINGS and setting.name not in ("hardware", "nodes", "gpus")
         if timed and settings.get(setting.name) is not None:
             yield f"{setting.flag} changes no figure of show, which times nothing; see simulate"
-
-
-ENTRY = Entry(
-    30,
-    show,
-    (
-        "stagewright show llama3.1-70b --tp 8 --pp 4 --dp 2 --sequence-parallel",
-        "stagewright show llama3-8b --pp 4 --global-batch-size 8 --schedule-picture",
-        "stagewright show deepseek-v3 --pp 16 --dp 8 --ep 8 --recompute full --json",
-    ),
-)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import stagewright
 from stagewright.cli import output, runs
-from stagewright.cli.command import Entry, command
+from stagewright.cli.command import command
 from stagewright.cli.options import ALLOW_OOM, FORCE, JSON, experiment_options, output_file
 from stagewright.cli.progress import shown
 from stagewright.errors import UserError
@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from stagewright.run.experiment import Experiment
 
 
-@command
+@command(
+    40,
+    "stagewright simulate llama3.1-70b --tp 8 --pp 8 --dp 2 --hardware h200",
+    "stagewright simulate llama3.1-8b --dp 8 --zero 3 --hardware a100-sxm-80gb --json",
+)
 @experiment_options()
 @output_file("--perfetto", help="Write the timeline for ui.perfetto.dev.")
 @FORCE
@@ -91,13 +95,3 @@ def _simulate_graph(
     description = traced.describe()
     output.print_result(step.to_dict if as_json else lambda: traced_text(step, description))
     return runs.code_of(step.fit)
-
-
-ENTRY = Entry(
-    40,
-    simulate,
-    (
-        "stagewright simulate llama3.1-70b --tp 8 --pp 8 --dp 2 --hardware h200",
-        "stagewright simulate llama3.1-8b --dp 8 --zero 3 --hardware a100-sxm-80gb --json",
-    ),
-)

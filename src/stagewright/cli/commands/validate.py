@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stagewright.cli import output
-from stagewright.cli.command import Entry, command
+from stagewright.cli.command import command
 from stagewright.cli.option_types import WholeNumber
 from stagewright.cli.options import JSON
 from stagewright.cli.progress import shown
@@ -23,7 +23,13 @@ NEEDS_REASON = 0.25
 """Absolute error above which a prediction is printed with its reason."""
 
 
-@command
+@command(
+    110,
+    "stagewright validate --source bloomberg",
+    "stagewright validate --source nccl-tests",
+    "stagewright validate --source korthikanti --json",
+    "stagewright validate --serving --every 100",
+)
 @click.option("--source", metavar="TEXT", help="Only measurements of this source. [all]")
 @click.option("--rows", "path", metavar="FILE", help="Only your own measurements (CSV).")
 @click.option("--list", "listed", is_flag=True, help="Print each row, too. [with a source or rows]")
@@ -174,15 +180,3 @@ def _reasons(refused: Sequence[NotCompared]) -> Iterator[str]:
         yield f"{len(refused):,} published rows are not compared:"
     for (source, reason), rows in Counter((o.source, o.reason) for o in refused).most_common():
         yield f"  {rows} of {source}: {reason}"
-
-
-ENTRY = Entry(
-    110,
-    validate,
-    (
-        "stagewright validate --source bloomberg",
-        "stagewright validate --source nccl-tests",
-        "stagewright validate --source korthikanti --json",
-        "stagewright validate --serving --every 100",
-    ),
-)

@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING
 import click
 
 from stagewright.cli import output
-from stagewright.cli.command import Entry, command
+from stagewright.cli.command import command
 from stagewright.cli.options import GROUP_FILE, JSON, WORKERS
 
 if TYPE_CHECKING:
     from stagewright.check.report import Report
 
 
-@command
+@command(
+    70,
+    "stagewright verify traces",
+    "stagewright verify traces/workload --comm-group traces/comm_group.json --json",
+)
 @click.argument("directory")
 @GROUP_FILE
 @JSON
@@ -64,13 +68,3 @@ def _more(nodes: int, ranks: int) -> str:
     if ranks > 1:
         return f" ({nodes:,} such, on {ranks:,} ranks)"
     return f" ({nodes:,} such)" if nodes > 1 else ""
-
-
-ENTRY = Entry(
-    70,
-    verify,
-    (
-        "stagewright verify traces",
-        "stagewright verify traces/workload --comm-group traces/comm_group.json --json",
-    ),
-)

@@ -228,7 +228,7 @@ def settings_of(section: type, key: str) -> tuple[Setting, ...]:
             name=of.name,
             kind=_kind(of.type),
             section=key,
-            **other_names(of.name)._asdict(),
+            **other_names(of.name),
         )
         for of in fields(section)
         if "setting" in of.metadata
