@@ -24,8 +24,8 @@ from stagewright.errors import UserError
 from stagewright.executors import Executor
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
+from stagewright.run.tool_files import text_lines
 from stagewright.searching.estimate import estimate
-from stagewright.searching.flags import flags
 from stagewright.searching.objectives import check_objectives
 from stagewright.searching.ranking import Ranking, SearchOptions
 from stagewright.searching.request import SearchRequest, search_request
@@ -97,7 +97,7 @@ class Search(PublicResult):
 
     def flags(self, tool: str, row: int = 1) -> list[str]:
         """One of the best as flags of `megatron` or `torchtitan`."""
-        return flags(self.ranking.candidates, self.index(row), tool)
+        return text_lines(self.ranking.candidates.trained(self.index(row)), tool)
 
     def index(self, row: int) -> int:
         """Index of one of the best among all candidates."""
@@ -165,6 +165,7 @@ def search(
     gpus: object = None,
     vary: Mapping[str, Any] | None = None,
     config: ModelConfig | None = None,
+    tool: str | None = None,
     executor: Executor | None = None,
     **settings: Any,
 ) -> Search:
@@ -173,7 +174,8 @@ def search(
     Any setting of the run, the machine or the execution, and `gpus`, may be a list, or text with a
     range: `1,2,4`, `1:8`, `8:64:8`, `1:64:x2`. `vary`: lists of hardware specs by name. Open
     settings take several values by default; dp fills the GPUs. `config` overrides the configuration
-    of the model's name. `executor` runs the simulations; None: this process, one after the other.
+    of the model's name. `tool`: only try settings for which it has a flag (`Search.flags`).
+    `executor` runs the simulations; None: this process, one after the other.
 
     `space` adds families of settings to the default space, such as `hsdp,offload` or `full`.
     Options of the search:
@@ -205,6 +207,7 @@ def search(
         vary=vary,
         model=config,
         families=_families(space),
+        tool=tool,
     )
     return run_search(request, options, executor)
 

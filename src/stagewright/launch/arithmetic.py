@@ -11,17 +11,11 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Mapping
-from typing import NoReturn
 
 _TOKEN = re.compile(
-    r"\s*(?:(\d+#\w+|\d\w*)|([A-Za-z_]\w*(?:\[[^\[\]]*\])?)"
-    r"|(<<=|>>=|\*\*|\+\+|--|&&|\|\||<<|>>|[-+*/%<>=!&|^]=|[-+*/%<>=!&|^~?:(),]))"
+    r"\d+#\w+|\d\w*|[A-Za-z_]\w*(?:\[[^\[\]]*\])?"
+    r"|<<=|>>=|\*\*|\+\+|--|&&|\|\||<<|>>|[-+*/%<>=!&|^]=|[-+*/%<>=!&|^~?:(),]"
 )
-_LEVELS: tuple[tuple[str, ...], ...] = (
-    ("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!="), ("<=", ">=", "<", ">"),
-    ("<<", ">>"), ("+", "-"), ("*", "/", "%"),
-)  # fmt: skip
-"""Binary operators from the weakest to the strongest; `**` is stronger."""
 _ASSIGNMENTS = frozenset({"=", "+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "|=", "^="})
 _LARGEST = 1 << 63
 
@@ -34,24 +28,15 @@ def _divide(a: int, b: int) -> int:
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
-def _shift(a: int, b: int) -> int:
-    if not 0 <= b < 64:
-        raise Undecided
-    return a << b
-
-
-def _power(a: int, b: int) -> int:
-    if not 0 <= b <= 64:
-        raise Undecided
-    return a**b
-
-
-_BINARY: Mapping[str, Callable[[int, int], int]] = {
-    "|": lambda a, b: a | b, "^": lambda a, b: a ^ b, "&": lambda a, b: a & b, "==": operator.eq,
-    "!=": operator.ne, "<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt,
-    "<<": _shift, ">>": lambda a, b: a >> b, "+": operator.add, "-": operator.sub,
-    "*": operator.mul, "/": _divide, "%": lambda a, b: a - _divide(a, b) * b, "**": _power,
+_BINARY: Mapping[str, tuple[int, Callable[[int, int], int]]] = {
+    "||": (1, lambda a, b: a | b), "&&": (2, lambda a, b: a & b), "|": (3, lambda a, b: a | b),
+    "^": (4, lambda a, b: a ^ b), "&": (5, lambda a, b: a & b), "==": (6, operator.eq),
+    "!=": (6, operator.ne), "<=": (7, operator.le), ">=": (7, operator.ge), "<": (7, operator.lt),
+    ">": (7, operator.gt), "<<": (8, lambda a, b: a << b), ">>": (8, lambda a, b: a >> b),
+    "+": (9, operator.add), "-": (9, operator.sub), "*": (10, operator.mul), "/": (10, _divide),
+    "%": (10, lambda a, b: a - _divide(a, b) * b), "**": (11, lambda a, b: a**b),
 }  # fmt: skip
+"""Binary operators: how strongly they bind, and what they compute."""
 
 
 def evaluate(text: str, lookup: Callable[[str], int], assign: Callable[[str, int], object]) -> int:
@@ -59,31 +44,26 @@ def evaluate(text: str, lookup: Callable[[str], int], assign: Callable[[str, int
 
     Raises Undecided; an exception of `lookup` passes through.
     """
-    return _Expression(text, lookup, assign).value()
+    if _TOKEN.sub("", text).strip():
+        raise Undecided
+    return _Expression(_TOKEN.findall(text), lookup, assign).value()
 
 
 class _Expression:
     """Evaluates an expression while it is parsed; parts with `run` False change nothing."""
 
     def __init__(
-        self, text: str, lookup: Callable[[str], int], assign: Callable[[str, int], object]
+        self,
+        tokens: list[str],
+        lookup: Callable[[str], int],
+        assign: Callable[[str, int], object],
     ) -> None:
-        self.lookup, self.assign = lookup, assign
-        self.tokens: list[str] = []
+        self.lookup, self.assign, self.tokens = lookup, assign, tokens
         self.place = 0
-        text, i = text.strip(), 0
-        while i < len(text):
-            match = _TOKEN.match(text, i)
-            if match is None:
-                raise Undecided
-            self.tokens.append(match[0].strip())
-            i = match.end()
 
     def value(self) -> int:
         """Value of all of the text; empty text is 0."""
-        if not self.tokens:
-            return 0
-        value = self._comma(True)
+        value = self._comma(True) if self.tokens else 0
         if self.place < len(self.tokens):
             raise Undecided
         return value
@@ -117,12 +97,12 @@ class _Expression:
         value = self._assignment(run)
         if run:
             if sign != "=":
-                value = self._combine(sign[:-1], self.lookup(name), value)
+                value = _combine(sign[:-1], self.lookup(name), value)
             self.assign(name, value)
         return value
 
     def _choice(self, run: bool) -> int:
-        condition = self._binary(0, run)
+        condition = self._binary(1, run)
         if not self._takes("?"):
             return condition
         first = self._comma(run and condition != 0)
@@ -130,26 +110,20 @@ class _Expression:
         second = self._assignment(run and condition == 0)
         return first if condition else second
 
-    def _binary(self, level: int, run: bool) -> int:
-        if level == len(_LEVELS):
-            return self._raised(run)
-        value = self._binary(level + 1, run)
-        while sign := self._takes(*_LEVELS[level]):
+    def _binary(self, weakest: int, run: bool) -> int:
+        """Operators that bind at least so strongly, from the left; `**` from the right."""
+        value = self._unary(run)
+        while (sign := self._peek()) in _BINARY and _BINARY[sign][0] >= weakest:
+            self.place += 1
+            stronger = _BINARY[sign][0] + (sign != "**")
             if sign in ("&&", "||"):
                 decided = (value != 0) == (sign == "||")
-                right = self._binary(level + 1, run and not decided)
+                right = self._binary(stronger, run and not decided)
                 value = int(value != 0) if decided else int(right != 0)
             else:
-                right = self._binary(level + 1, run)
-                value = self._combine(sign, value, right) if run else 0
+                right = self._binary(stronger, run)
+                value = _combine(sign, value, right) if run else 0
         return value
-
-    def _raised(self, run: bool) -> int:
-        base = self._unary(run)
-        if not self._takes("**"):
-            return base
-        exponent = self._raised(run)
-        return self._combine("**", base, exponent) if run else 0
 
     def _unary(self, run: bool) -> int:
         sign = self._takes("!", "~", "-", "+", "++", "--")
@@ -157,10 +131,7 @@ class _Expression:
             return self._primary(run)
         if sign in ("++", "--") and _is_name(name := self._peek()):
             self.place += 1
-            value = self.lookup(name) + (1 if sign == "++" else -1) if run else 0
-            if run:
-                self.assign(name, value)
-            return value
+            return self._step(name, sign, run)
         value = self._unary(run)
         if sign == "!":
             return int(value == 0)
@@ -176,20 +147,31 @@ class _Expression:
         if not _is_name(word):
             return _literal(word)
         value = self.lookup(word) if run else 0
-        if (sign := self._takes("++", "--")) and run:
-            self.assign(word, value + (1 if sign == "++" else -1))
+        if sign := self._takes("++", "--"):
+            self._step(word, sign, run)
         return value
 
-    def _combine(self, sign: str, a: int, b: int) -> int:
-        try:
-            value = int(_BINARY[sign](a, b))
-        except (ArithmeticError, ValueError):
-            raise Undecided from None
-        return value if -_LARGEST <= value < _LARGEST else _fail()
+    def _step(self, name: str, sign: str, run: bool) -> int:
+        """Value of a variable after `++` or `--`."""
+        value = self.lookup(name) + (1 if sign == "++" else -1) if run else 0
+        if run:
+            self.assign(name, value)
+        return value
 
 
-def _fail() -> NoReturn:
-    raise Undecided
+def _combine(sign: str, a: int, b: int) -> int:
+    if sign in ("<<", "**") and not 0 <= b <= 64:
+        raise Undecided
+    try:
+        return _in_range(int(_BINARY[sign][1](a, b)))
+    except (ArithmeticError, ValueError):
+        raise Undecided from None
+
+
+def _in_range(value: int) -> int:
+    if not -_LARGEST <= value < _LARGEST:
+        raise Undecided
+    return value
 
 
 def _is_name(word: str) -> bool:
@@ -200,11 +182,12 @@ def _literal(word: str) -> int:
     """A number: decimal, 0x, octal with a leading 0, or BASE#DIGITS up to base 36."""
     base, hash_, digits = word.partition("#")
     try:
+        if len(word) > 66 or (hash_ and not 2 <= int(base) <= 36):
+            raise Undecided
         if hash_:
-            return int(digits, int(base)) if 2 <= int(base) <= 36 else _fail()
-        if word[:2] in ("0x", "0X"):
-            return int(word[2:], 16)
-        value = int(word, 8 if word[:1] == "0" else 10) if len(word) < 22 else _fail()
+            return _in_range(int(digits, int(base)))
+        return _in_range(
+            int(word, 16 if word[:2] in ("0x", "0X") else 8 if word[:1] == "0" else 10)
+        )
     except ValueError:
         raise Undecided from None
-    return value if value < _LARGEST else _fail()

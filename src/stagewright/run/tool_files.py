@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from shlex import quote
 from typing import Any, NamedTuple, get_args
 
@@ -86,6 +87,8 @@ class TrainedRun:
     ) -> TrainedRun:
         """Resolve a run of a model."""
         resolved, given = run.resolved(model), run.unresolved(model).given()
+        if resolved.etp == resolved.tp:  # as without it
+            given.pop("etp", None)
         for setting in EXPERIMENT.values():
             if setting.section == "execution":
                 value = getattr(execution, setting.name)
@@ -128,34 +131,45 @@ class TrainingTool:
         text: Callable[[TrainedRun, Sequence[FlagLine]], Iterator[str]],
     ) -> None:
         """`defaults`: the tool's, of settings that a row of its table gives; `text`: lines."""
-        self.tool, self.name, self.defaults, self.text = tool, name, defaults, text
-        self.rules: list[Rule] = []
-        self.covered = {*defaults}
-        """Settings that have a flag; all others are comments."""
+        self.tool, self.name, self.text = tool, name, text
+        self.rules: list[tuple[tuple[str, ...], Rule]] = [
+            ((setting,), partial(self._row, setting, default))
+            for setting, default in defaults.items()
+        ]
+        """Rules with the settings that they read."""
 
     def rule(self, *settings: str) -> Callable[[Rule], Rule]:
-        """Add a rule that covers some settings."""
+        """Add a rule that writes some settings, and reads some that others write."""
 
         def add(rule: Rule) -> Rule:
-            self.rules.append(rule)
-            self.covered.update(settings)
+            self.rules.append((settings, rule))
             return rule
 
         return add
 
+    def _row(self, setting: str, default: object, trained: TrainedRun) -> Lines:
+        """A setting that a row of the tool's table gives."""
+        value = trained.value(setting)
+        if value not in (None, default):
+            words = written(self.tool, setting, text_of(value))
+            yield flag(*words) if words else without_flag(setting, value)
+
+    @property
+    def covered(self) -> set[str]:
+        """Settings that have a flag; all others are comments."""
+        return {setting for settings, _ in self.rules for setting in settings}
+
     def lines(self, trained: TrainedRun) -> Lines:
         """Flags for a run, and comments on settings without one."""
-        for setting, default in self.defaults.items():
-            value = trained.value(setting)
-            if value not in (None, default):
-                words = written(self.tool, setting, text_of(value))
-                yield flag(*words) if words else without_flag(setting, value)
-        for rule in self.rules:
+        for _, rule in self.rules:
             yield from rule(trained)
+        yield from self.uncovered(trained)
+
+    def uncovered(self, trained: TrainedRun) -> Lines:
+        """Comments on settings of which no rule knows."""
+        covered = self.covered | _SIMULATOR
         for setting, value in trained.settings.items():
-            if setting in self.covered or setting in _SIMULATOR:
-                continue
-            if not EXPERIMENT[setting].is_idle(trained.run):
+            if setting not in covered and not EXPERIMENT[setting].is_idle(trained.run):
                 yield without_flag(setting, value)
 
 
@@ -254,7 +268,7 @@ def _degrees(trained: TrainedRun) -> Lines:
 
 @MEGATRON.rule(
     *("vpp", "schedule", "microbatch_group_size_per_vp_stage", "layers_per_stage"),
-    *("pipeline_split", "first_stage_less_layers", "last_stage_less_layers"),
+    *("pipeline_split", "first_stage_less_layers", "last_stage_less_layers", "pp"),
 )
 def _stages(trained: TrainedRun) -> Lines:
     """Number of virtual stages, or a layout of unequal ones."""
@@ -309,7 +323,10 @@ def _sharding(trained: TrainedRun) -> Lines:
         yield flag("megatron-fsdp-grad-comm-dtype", run.grad_reduce_dtype)
 
 
-@MEGATRON.rule("no_overlap", "overlap_param_gather", "overlap_moe_expert_parallel_comm")
+@MEGATRON.rule(
+    *("no_overlap", "overlap_param_gather", "overlap_moe_expert_parallel_comm"),
+    *("tp", "cp", "dp", "pp", "ep", "vpp", "zero", "precision"),
+)
 def _overlap(trained: TrainedRun) -> Lines:
     """Overlap of dp and of experts, off by default; of pp, on by default if vpp > 1."""
     run, execution, axis = trained.run, trained.execution, trained.gradient_axis
@@ -347,7 +364,9 @@ def megatron_recompute_modules(run: Run, model: ModelConfig) -> Mapping[str, str
     return {name: name for name in get_args(Module)} | own
 
 
-@MEGATRON.rule("recompute_num_layers", "recompute_modules")
+@MEGATRON.rule(
+    *("recompute_num_layers", "recompute_modules", "recompute", "precision", "fp8_recipe")
+)
 def _recompute(trained: TrainedRun) -> Lines:
     run, names = trained.run, megatron_recompute_modules(trained.run, trained.model)
     if run.recompute == "full":
@@ -363,7 +382,10 @@ def _recompute(trained: TrainedRun) -> Lines:
                 yield without_flag("recompute_modules", module)
 
 
-@MEGATRON.rule("cpu_offloading_num_layers", "optimizer_cpu_offload", "optimizer_offload_fraction")
+@MEGATRON.rule(
+    *("cpu_offloading_num_layers", "optimizer_cpu_offload", "optimizer_offload_fraction"),
+    *("pp", "recompute", "optimizer"),
+)
 def _offload(trained: TrainedRun) -> Lines:
     run, layers = trained.run, trained.run.cpu_offloading_num_layers
     if layers is not None:
@@ -465,7 +487,9 @@ TORCHTITAN = TrainingTool("torchtitan", "torchtitan", dict.fromkeys(
     ("tp", "cp", "pp", "seq_length", "params_dtype"), REQUIRED), _recipe)  # fmt: skip
 
 
-@TORCHTITAN.rule("sequence_parallel", "cp_comm_type", "ep", "etp")
+@TORCHTITAN.rule(
+    *("sequence_parallel", "cp_comm_type", "ep", "etp", "tp", "cp", "dp", "dp_shard", "zero")
+)
 def _torchtitan_degrees(trained: TrainedRun) -> Lines:
     """Degree of ep, over the ranks of tp, cp and sharded dp; experts are not split by tp."""
     run = trained.run
@@ -486,7 +510,7 @@ def _torchtitan_degrees(trained: TrainedRun) -> Lines:
         yield without_flag("etp", etp, "with ep, experts are whole")
 
 
-@TORCHTITAN.rule("zero", "dp", "dp_shard", "reshard_after_forward")
+@TORCHTITAN.rule("zero", "dp", "dp_shard", "reshard_after_forward", "cp")
 def _torchtitan_sharding(trained: TrainedRun) -> Lines:
     """Sharding of parameters, gradients and states in one; with cp it is always on."""
     run = trained.run
@@ -505,7 +529,7 @@ def _torchtitan_sharding(trained: TrainedRun) -> Lines:
 
 
 @TORCHTITAN.rule(
-    *("vpp", "schedule", "layers_per_stage"),
+    *("vpp", "schedule", "layers_per_stage", "pp"),
     *("first_stage_less_layers", "last_stage_less_layers"),
 )
 def _torchtitan_stages(trained: TrainedRun) -> Lines:
@@ -549,7 +573,10 @@ def _torchtitan_training(trained: TrainedRun) -> Lines:
         yield without_flag("grad_reduce_dtype", "bf16")
 
 
-@TORCHTITAN.rule("operators", "fuse", "tp_comm_overlap", "launch_mode", "cuda_graph_modules")
+@TORCHTITAN.rule(
+    *("operators", "fuse", "tp_comm_overlap", "launch_mode", "cuda_graph_modules"),
+    *("tp", "sequence_parallel", "pp", "ep"),
+)
 def _compilation(trained: TrainedRun) -> Lines:
     """Compilation, which fuses operators; CUDA graphs of forward and backward, by default on."""
     run, execution, mode = trained.run, trained.execution, trained.execution.launch_mode
@@ -593,7 +620,9 @@ DEEPSPEED = TrainingTool("deepspeed", "DeepSpeed", {
 }, _json)  # fmt: skip
 
 
-@DEEPSPEED.rule("dp", "dp_shard", "cp_comm_type", "optimizer_cpu_offload", "clip_grad")
+@DEEPSPEED.rule(
+    *("dp", "dp_shard", "cp_comm_type", "optimizer_cpu_offload", "clip_grad", "zero", "cp")
+)
 def _deepspeed_rest(trained: TrainedRun) -> Lines:
     """Clipping, off by default; MiCS with stage 3; Ulysses, which exchanges by all-to-all."""
     run = trained.run
@@ -609,7 +638,7 @@ def _deepspeed_rest(trained: TrainedRun) -> Lines:
         yield flag("zero_optimization.offload_optimizer.device", "cpu") if run.zero else line
 
 
-@DEEPSPEED.rule("no_overlap")
+@DEEPSPEED.rule("no_overlap", "tp", "cp", "dp", "pp")
 def _deepspeed_overlap(trained: TrainedRun) -> Lines:
     """Overlap of gradients, by default on with stage 3 only."""
     waiting = {axis for axis in trained.execution.no_overlap if getattr(trained.run, axis) > 1}
@@ -697,20 +726,32 @@ TOOLS = tuple(_TOOLS)
 
 def text_lines(trained: TrainedRun, tool: str) -> list[str]:
     """Lines of a file, or flags, with which a tool trains as this run; `#` begins comments."""
-    lines = _lines(trained, tool)
+    lines = flag_lines(trained, tool)
     return [*_TOOLS[tool].text(trained, lines)]
 
 
 def notes(trained: TrainedRun, tool: str) -> list[str]:
     """Sentences that repeat the comments, for users who keep the flags only."""
-    lines = _lines(trained, tool)
+    lines = flag_lines(trained, tool)
     names = [*dict.fromkeys(line.missing for line in lines if line.missing)]
     count = f"{len(names)} settings have" if len(names) > 1 else "1 setting has"
     missing = [f"{count} no flag in {tool}: {', '.join(names)}"] if names else []
     return missing + [line.comment for line in lines if line.notable]
 
 
-def _lines(trained: TrainedRun, tool: str) -> list[FlagLine]:
+def rules_of(tool: str, settings: Set[str]) -> list[tuple[tuple[str, ...], Rule]]:
+    """Rules of a tool that write some of these settings, with the settings that they read."""
+    of = _TOOLS[tool]
+    rules = [(names, rule) for names, rule in of.rules if settings & {*names}]
+    rules += [((name,), of.uncovered) for name in sorted(settings - of.covered)]
+    read = [
+        {*names, *(n for name in names for n in EXPERIMENT[name].read_too)} for names, _ in rules
+    ]
+    return [(tuple(sorted(names)), rule) for names, (_, rule) in zip(read, rules, strict=True)]
+
+
+def flag_lines(trained: TrainedRun, tool: str) -> list[FlagLine]:
+    """Flags of a tool for a run, and comments on settings without one."""
     if tool not in TOOLS:
         raise UserError(f"--as {tool}: wanted {either(TOOLS)}")
     framework, profile = _TOOLS[tool], _TOOLS[trained.run.framework]

@@ -10,6 +10,5 @@ candidates are not estimated. `search` simulates candidates exactly (`simulated`
 first, until no estimate can win. `figures` has the metrics of all candidates, `objectives` what is
 compared, and `ranking` the order: the first of its list is the answer, next to the best of each
 other layout. `choices` has the rows of the second printed table, `sensitivity` what a faster part
-of the hardware would bring. `run_file` and `flags` write a candidate for other commands and for
-training frameworks.
+of the hardware would bring. `run_file` writes a candidate for other commands.
 """

@@ -38,6 +38,7 @@ from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
+from stagewright.run.tool_files import TrainedRun
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine
 
@@ -269,6 +270,14 @@ class Candidates:
     def execution(self, index: int) -> Execution:
         """Execution of one candidate."""
         return replace(self.base.execution, **self._values(index, names_in("execution")))
+
+    def trained(self, index: int) -> TrainedRun:
+        """Run of one candidate with its execution, to be written as a file of another tool."""
+        hardware = self.hardware(index)
+        return TrainedRun.of(
+            self.run(index), self.model, self.execution(index),
+            before_blackwell=hardware.is_before_blackwell,
+        )  # fmt: skip
 
     def describe(self, index: int) -> str:
         """Run of one candidate, and non-default settings of its execution."""

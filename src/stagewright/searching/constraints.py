@@ -21,6 +21,7 @@ from stagewright.parallel.degrees import parallelization
 from stagewright.run.rule import ALL, EACH
 from stagewright.run.rules import rules
 from stagewright.run.settings import Run
+from stagewright.run.tool_files import Rule, rules_of
 from stagewright.run.training_rules import AS_GIVEN, degrees_once
 from stagewright.schedule.schedules import check_name
 from stagewright.searching.candidates import HARDWARE, Candidates
@@ -138,6 +139,23 @@ def constraints(mode: str, model: ModelConfig) -> list[Constraint]:
             Constraint("the hardware has the precision", (HARDWARE, "precision"), _check_precision)
         )
     return as_given + unresolved + beyond_runs
+
+
+def tool_constraints(tool: str, settings: Set[str]) -> list[Constraint]:
+    """Constraints that a tool has a flag for some settings: `search --as`."""
+
+    def has_flag(rule: Rule) -> Check:
+        def check(candidates: Candidates, index: int) -> None:
+            for line in rule(candidates.trained(index)):
+                if line.missing in settings:
+                    raise UserError(line.comment)
+
+        return check
+
+    return [
+        Constraint(f"{tool} has a flag for it", reads, has_flag(rule))
+        for reads, rule in rules_of(tool, settings)
+    ]
 
 
 def _on_run(

@@ -21,7 +21,7 @@ from stagewright.run.other_names import is_setting_name, setting_of
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.settings import usual_batch
 from stagewright.run.training_rules import MOST_RANKS
-from stagewright.searching.constraints import check_value
+from stagewright.searching.constraints import check_value, tool_constraints
 from stagewright.searching.defaults import (
     HEADROOM,
     PUBLISHED_RECIPE,
@@ -57,13 +57,14 @@ def search_request(
     vary: Mapping[str, Any] | None = None,
     model: ModelConfig | None = None,
     families: str | None = None,
+    tool: str | None = None,
 ) -> SearchRequest:
     """Space of some settings, any of which may be a list or a range (`lists`).
 
     `settings` override those of the run file at `path`. `gpus`: numbers of GPUs; without it the
     setting `nodes` counts, then `gpus` in the run file. `vary`: lists of settings and of hardware
     specs by name; the run file may have specs, too. Open settings take default values (`defaults`),
-    to which `families` add. Raises UserError.
+    to which `families` add; those for which `tool` has no flag are left out. Raises UserError.
     """
     path, settings = launched(path, settings)
     where = "" if path is None else f"{path}: "
@@ -118,7 +119,7 @@ def search_request(
     if "dp" in fixed and "dp" not in axes:
         axes["dp"] = (base.run.dp,)
     model = model or resolve_model(base.run.model, base.run.as_family or "")
-    return _with_defaults(base, model, fleets, axes, fixed, added, origins)
+    return _with_defaults(base, model, fleets, axes, fixed, added, origins, tool)
 
 
 _SEARCHED = frozenset({
@@ -257,6 +258,7 @@ def _with_defaults(
     fixed: set[str],
     families: Sequence[str],
     origins: Mapping[str, str],
+    tool: str | None,
 ) -> SearchRequest:
     """Request with default values of open settings; `origins`: prefixes of errors by setting."""
     run, notes = base.run, list[str]()
@@ -290,5 +292,7 @@ def _with_defaults(
         )
     notes += not_tried(run, axes, config)
     headroom = HEADROOM if run.mode == "train" and "memory_allowance" not in fixed else 0.0
-    space = Space.of(base, fleets, axes, model, default_constraints(fixed), origins, headroom)
+    extra = default_constraints(fixed)
+    extra += tool_constraints(tool, tried.keys() - no_effect) if tool else []
+    space = Space.of(base, fleets, axes, model, extra, origins, headroom)
     return SearchRequest(space, tuple(notes))

@@ -15,6 +15,7 @@ from columns import candidates_of
 from helpers import cases
 from stagewright.api.experiments import load_experiment
 from stagewright.errors import UserError
+from stagewright.run import tool_files
 from stagewright.run.experiment import Experiment
 from stagewright.run.pipeline_split import layout_split
 from stagewright.run.sections import EXPERIMENT, SETTINGS
@@ -23,9 +24,18 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.run.tool_files import TOOLS
 from stagewright.searching.candidates import Column
-from stagewright.searching.flags import flags, notes
+from stagewright.searching.request import search_request
 from stagewright.time.hardware import resolve
 from stagewright.time.simulate import ep_overlap
+
+
+def flags(candidates, index, tool):
+    return tool_files.text_lines(candidates.trained(index), tool)
+
+
+def notes(candidates, index, tool):
+    return tool_files.notes(candidates.trained(index), tool)
+
 
 MEGATRON = frozenset({
     "--attention-backend", "--attention-dropout", "--bf16", "--ckpt-format", "--clip-grad",
@@ -227,6 +237,20 @@ def test_what_megatron_asserts_holds():
             assert not full, seed
             assert of.pp == 1 or of.vpp > 1, seed
             assert named["--moe-token-dispatcher-type"] != ["allgather"], seed
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("model", ["llama3-8b", "deepseek-v2-lite"])
+def test_a_search_for_a_tool_tries_what_it_has_a_flag_for(tool, model):
+    """Settings that the user gives stay, and are said to have no flag."""
+    given = {"model": model, "global_batch_size": 64, "zero": 1}
+    request = search_request(
+        given, hardware=["h100-sxm"], gpus=8, tool=tool, families="offload,overlap"
+    )
+    found = request.space.enumerate().candidates
+    for index in random.Random(1).sample(range(len(found)), min(40, len(found))):
+        lacks = {line.missing for line in tool_files.flag_lines(found.trained(index), tool)}
+        assert not lacks & request.space.axes.keys() - {"global_batch_size"}, found.describe(index)
 
 
 OTHER_FORMS = {"torchtitan": ".py", "deepspeed": ".json", "accelerate": ".yaml"}

@@ -147,8 +147,7 @@ def _search_steps(
 ) -> int:
     """Search the best step, print the result and write files; returns the exit code."""
     from stagewright.api.searched import pop_search_options
-    from stagewright.run.tool_files import TOOLS
-    from stagewright.searching import flags
+    from stagewright.run import tool_files
     from stagewright.searching.request import search_request
     from stagewright.searching.simulated import step_of
     from stagewright.views.deviations import known_deviations
@@ -158,14 +157,14 @@ def _search_steps(
     why, row = settings.pop("why"), settings.pop("listed_row")
     options = pop_search_options(settings)
     executor = _executor(*(settings.pop(name) for name in ("engine", "workers", "address")))
-    tool = runs.tool_of(model, settings["as_family"], TOOLS)
+    tool = runs.tool_of(model, settings["as_family"], tool_files.TOOLS)
     if tool:
         settings["as_family"] = None
     families, gpus = settings.pop("space"), settings.pop("gpus")
     hardware, vary = _hardware_names(settings.pop("hardware")), settings.pop("vary")
     request = search_request(
         {**settings, "model": model}, config,
-        hardware=hardware, gpus=gpus, vary=vary, families=families,
+        hardware=hardware, gpus=gpus, vary=vary, families=families, tool=tool,
     )  # fmt: skip
     if row is not None and row > options.top:
         raise UserError(
@@ -187,9 +186,8 @@ def _search_steps(
     errors: list[str] = []
     try:
         if tool is not None:
-            index = result.index(row or 1)
-            output.show_notes(flags.notes(candidates, index, tool))
-            more["flags"] = flags.flags(candidates, index, tool)
+            output.show_notes(tool_files.notes(candidates.trained(result.index(row or 1)), tool))
+            more["flags"] = result.flags(tool, row or 1)
         elif row is not None and not files.has_run_file:
             more["run_file"] = result.run_file(row)
     except UserError as error:  # a row that is not listed; the result is shown all the same

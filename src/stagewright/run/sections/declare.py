@@ -193,6 +193,11 @@ class Setting:
         default = self.default_text
         return f"{self.help} [{default}]" if default else self.help
 
+    @property
+    def read_too(self) -> set[str]:
+        """Other settings that say whether this one means something."""
+        return {*self.needs, *(name for condition in self.idle for name in condition)}
+
     def default_of(self, framework: str) -> Any:
         """The value where none is given, in the habits of a framework."""
         return self.habits.get(framework, self.default)

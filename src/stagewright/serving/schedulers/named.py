@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from typing import Any, NamedTuple, cast
 
 from stagewright.errors import UserError, did_you_mean, either
+from stagewright.launch.servers import SERVERS
 from stagewright.run.sections.execution import ServingEngine
 from stagewright.run.sections.serving import EngineSection
 from stagewright.serving.engine import Scheduler
@@ -19,11 +20,7 @@ from stagewright.time.hardware import Hardware
 
 ENTRY_POINTS = "stagewright.schedulers"
 """The group in which installed packages declare schedulers of their own."""
-ENGINES: Mapping[str, str] = {
-    "vllm": "vllm",
-    "sglang": "sglang",
-    "trtllm": "tensorrt-llm",
-}
+ENGINES: Mapping[str, str] = {server.table: server.scheduler for server in SERVERS}
 """Scheduler of each engine, in the words of `Execution.serving_engine`."""
 SCHEDULERS: Mapping[str, type[Any]] = {
     "vllm": Vllm,
