@@ -567,6 +567,20 @@ def test_a_rank_reduces_at_once_and_gathers_at_once() -> None:
     assert row > np.flatnonzero(products)[-1]
 
 
+def test_a_bucket_does_not_split_a_joint_weight() -> None:
+    """DDP closes a bucket behind a parameter: nanotron's qkv_proj and gate_up_proj are one each."""
+    settings = {"model": "llama3.1-8b", "layers": 1, "dp": 4, "ddp_bucket_cap_mb": 50}
+
+    def buckets(*, joint: bool) -> list[int]:
+        tasks = compiled(**settings, joint_projections=joint).program.classes[0].tasks
+        sums = (tasks.collective == COLLECTIVES.index("all_reduce")) & (tasks.microbatch < 0)
+        sums &= tasks.phase == BACKWARD
+        return (tasks.comm_bytes[sums] // 2**20).tolist()
+
+    assert buckets(joint=True) == [2004, 224, 448, 64, 96, 2004]
+    assert buckets(joint=False) == [2004, 224, 224, 224, 64, 96, 2004]
+
+
 def test_what_a_rank_keeps_in_parts_is_not_reduced_at_once() -> None:
     with pytest.raises(UserError, match="bucket=rank sums whole gradients"):
         compiled(**LLAMA, dp=4, zero=2, bucket="rank")

@@ -113,9 +113,13 @@ def one_by_one(items: Sequence[Item]) -> list[Row]:
 def in_buckets(items: Sequence[Item], cap: int, first_cap: int) -> list[Row]:
     """Reduce gradients, in the order of backward, in messages of `cap` bytes or more.
 
-    The gradient that fills a bucket closes it; the first one may be smaller. Dependents of a
-    reduction come after its bucket.
+    The gradient that fills a bucket closes it; the first one may be smaller. Weights of one joint
+    product, such as query, key and value, are one parameter, which no bucket splits. Dependents of
+    a reduction come after its bucket.
     """
+    last_of_parameter = {
+        (i, _parameter(t)): t for i, t in items if t.section is BlockSection.REDUCE_ONCE
+    }
     rows: list[Row] = []
     bucket: Row = []
     bucket_and_dependents = set[LoweredTask]()
@@ -132,12 +136,22 @@ def in_buckets(items: Sequence[Item], cap: int, first_cap: int) -> list[Row]:
         ):
             bucket.append((i, t))
             bucket_and_dependents.add(t)
-            if sum(t.comm_bytes for _, t in bucket) >= limit:
+            whole = last_of_parameter[i, _parameter(t)] is t
+            if whole and sum(t.comm_bytes for _, t in bucket) >= limit:
                 rows += [bucket, *one_by_one(after_bucket)]
                 bucket, after_bucket, bucket_and_dependents, limit = [], [], set[LoweredTask](), cap
         else:
             rows.append([(i, t)])
     return [*rows, *([bucket] if bucket else []), *one_by_one(after_bucket)]
+
+
+def _parameter(t: LoweredTask) -> object:
+    """The joint product whose weights' gradient a task reduces; else the task itself."""
+    gradient = next(iter(t.reads), None)
+    while gradient is not None and gradient.op in ("accumulate", "cast"):
+        gradient = gradient.srcs[0]
+    joint = gradient.get("joint") if gradient is not None and gradient.op == "einsum" else None
+    return joint or t
 
 
 def gathered_last(items: Sequence[Item]) -> list[Row]:
