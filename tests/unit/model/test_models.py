@@ -23,7 +23,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from helpers import DATA, ROOT, times
+from helpers import DATA, ROOT, cases, times
 from stagewright.errors import UserError
 from stagewright.lower.parameters import parameters
 from stagewright.model import hub
@@ -65,7 +65,7 @@ def rows_of(table: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def cases(name: str) -> list[list[Any]]:
+def json_rows(name: str) -> list[list[Any]]:
     """The rows of a table of cases, JSON in each line."""
     return [json.loads(line) for line in (TABLES / name).read_text("utf-8").splitlines()]
 
@@ -84,198 +84,6 @@ LANGUAGE = {name for name, c in PRESETS.items() if not (c.vision or c.tower)}
 ACTIVE = {row["model"]: row for row in rows_of(TABLES / "active.csv")}
 """Billions of parameters that a token activates, as published; what is left out of the count (the
 tables of the vocabulary: 1 the embedding, 2 also the output); how far rounding goes; and where."""
-
-
-def count_parameters(c: ModelConfig) -> int:
-    """Parameters of a transformer in closed form, from its configuration alone."""
-    return _count(c, c.num_experts)
-
-
-def count_active(c: ModelConfig) -> int:
-    """Those that a token meets: of the experts, as many as it goes to."""
-    return _count(c, c.top_k)
-
-
-def _count(c: ModelConfig, experts: int) -> int:
-    hidden, vocab = c.hidden_size, c.vocab_size
-    norm = hidden * (c.norm_weight + c.norm_bias)
-    rows = c.max_position_embeddings + c.position_offset if c.position == "learned" else 0
-    table = vocab * (c.embedding_size or hidden)
-    embedding = table + (rows + c.token_types) * hidden + c.embedding_norm * norm
-    projections = 2 * hidden * c.embedding_size if c.embedding_size else 0
-    head = (not c.tied_embeddings) * table + c.lm_head_bias * vocab + c.final_norm * norm
-    head += c.pooler * (hidden * hidden + hidden) + c.mlm_transform * (
-        hidden * hidden + hidden + norm
-    )
-    dense = _dense(c)
-    layers = 0
-    for layer in map(c.layer, range(c.num_layers)):
-        own = c.with_own_sizes(layer.sizes)
-        layers += _layer(own, layer.mixer, layer.mlp, experts)
-        layers += _adapters(c) if layer.block else 0
-    if c.shared_blocks:
-        q, k = (n * c.kv_channels for n in (c.num_attention_heads, c.num_query_groups))
-        # One of the norms is twice as wide.
-        shared = 2 * hidden * (q + 2 * k) + q * hidden + dense + 3 * norm
-        layers += max(c.shared_blocks.layers) * shared
-    if c.encoder_num_layers:  # and attention to its output, in each layer of the decoder
-        layers += c.num_layers * (_attention(c) + norm)
-        layers += c.encoder_num_layers * (_attention(c) + dense + 2 * norm) + norm
-        layers += 2 * c.relative_buckets * c.num_attention_heads
-    if (n := c.residual_streams) > 1:  # numbers, a bias of each, scales: twice a layer, and once
-        weights = n * (n + 2)
-        layers += 2 * c.num_layers * (weights * (n * hidden + 1) + 3) + n * (n * hidden + 1) + 1
-    return layers + embedding + projections + head
-
-
-def _dense(c: ModelConfig) -> int:
-    hidden, ups = c.hidden_size, 2 if c.gated else 1
-    biases = c.mlp_bias * (ups * c.ffn_hidden_size + hidden)
-    return (ups + 1) * hidden * c.ffn_hidden_size + biases
-
-
-def _layer(c: ModelConfig, mixer: str, mlp: str, experts: int) -> int:
-    """A layer with its norms, of which Gemma 4's mixture has four more, the router's among them."""
-    hidden, ups = c.hidden_size, 2 if c.gated else 1
-    norm = hidden * (c.norm_weight + c.norm_bias)
-    narrow = c.moe_latent_size or hidden
-    widths = experts * c.moe_ffn_hidden_size * narrow + c.shared_ffn_hidden_size * hidden
-    mixture = (ups + 1) * widths + 2 * hidden * c.moe_latent_size
-    mixture += hidden * (c.num_experts + c.shared_expert_gate)
-    mixture += c.mlp_bias * experts * (ups * c.moe_ffn_hidden_size + hidden)
-    mixture += (c.router_bias + c.expert_scale) * c.num_experts
-    sequential = 4 if c.norm_placement == "sandwich" else 2
-    norms = c.parallel_norms if c.parallel_block else sequential
-    mixers = dict.fromkeys(ATTENTIONS, _attention(c)) | {"none": 0}
-    mixers["indexed"] += _indexer(c)
-    mixers["compressed"] += _compressor(c, c.kv_channels, c.compress_rate_hca)
-    mixers["compressed_indexed"] += (
-        _compressor(c, c.kv_channels, c.compress_rate_csa, 2)
-        + _compressor(c, c.index_head_dim, c.compress_rate_csa, 2)
-        + c.index_n_heads * (c.q_lora_rank * c.index_head_dim + hidden)
-    )
-    if c.recurrence:
-        mixers[c.recurrence] = RECURRENT[c.recurrence](c.hidden_size, c.state_space)
-    mixers |= {name: sum(mixers.get(x, 0) for x in pair) for name, pair in SIDE_BY_SIDE.items()}
-    mlps = {"dense": _dense(c), "experts": mixture, "none": 0}
-    mlps["dense+experts"] = mlps["dense"] + mixture + 4 * norm
-    halves = (mixer != "none") + (mlp != "none")
-    return mixers[mixer] + mlps[mlp] + norm * (norms if halves == 2 else norms // 2)
-
-
-def _adapters(c: ModelConfig) -> int:
-    """What a layer with a shared block has of its own: arXiv:2411.15242, section II."""
-    shared = c.shared_blocks
-    assert shared
-    rank, hidden = shared.adapter_rank, c.hidden_size
-    ups = 2 if c.gated else 1
-    mlp = rank * (hidden + ups * c.ffn_hidden_size) if rank else 0
-    heads = (c.num_attention_heads + 2 * c.num_query_groups) * c.kv_channels
-    return hidden**2 + mlp + shared.attention_adapter * rank * (3 * 2 * hidden + heads)
-
-
-def _mamba(hidden: int, s: StateSpace) -> int:
-    """Mamba's own module, state-spaces/mamba, mamba_simple.py; Jamba's norms of dt, B and C."""
-    into, out = hidden * 2 * s.heads, s.heads * hidden
-    conv = s.heads * (s.conv + s.conv_bias)
-    steps = s.dt_rank * s.heads + s.heads
-    norms = s.dt_rank + 2 * s.state if s.inner_norms == "weighted" else 0
-    return (
-        into
-        + conv
-        + s.heads * (s.dt_rank + 2 * s.state)
-        + steps
-        + s.heads * s.state
-        + (s.heads + out + norms)
-    )
-
-
-def _mamba2(hidden: int, s: StateSpace) -> int:
-    """The same of mamba2.py: z, x, B, C and dt from one projection; A, D and dt's bias per head."""
-    keys = s.groups * s.state
-    into = hidden * (2 * s.inner + 2 * keys + s.heads)
-    conv = (s.inner + 2 * keys) * (s.conv + s.conv_bias)
-    return into + conv + 3 * s.heads + s.gated_norm * s.inner + s.inner * hidden
-
-
-def _lightning(hidden: int, s: StateSpace) -> int:
-    """arXiv:2501.08313: queries, keys, values and gate, a norm over all heads, and out."""
-    return hidden * (2 * s.groups * s.state + 2 * s.inner) + s.inner + s.inner * hidden
-
-
-def _gated_delta(hidden: int, s: StateSpace) -> int:
-    """Gated delta net of Qwen3-Next: q, k, v, z, b and a; convolutions; A, dt's bias; a norm."""
-    keys = 2 * s.groups * s.state
-    into = hidden * (keys + 2 * s.inner + 2 * s.heads) + (keys + s.inner) * (s.conv + s.conv_bias)
-    return into + 2 * s.heads + s.head_width + s.inner * hidden
-
-
-def _kimi_delta(hidden: int, s: StateSpace) -> int:
-    """arXiv:2510.26692: decays and gate through a narrow width, a bias per element of the keys."""
-    keys = s.groups * s.state
-    into = hidden * (2 * keys + s.inner + s.heads) + (2 * keys + s.inner) * (s.conv + s.conv_bias)
-    narrow = 2 * hidden * s.gate_rank + s.gate_rank * (keys + s.inner)
-    return into + narrow + s.heads + keys + s.head_width + s.inner * hidden
-
-
-RECURRENT = {
-    "mamba": _mamba,
-    "mamba2": _mamba2,
-    "lightning": _lightning,
-    "gated_delta": _gated_delta,
-    "kimi_delta": _kimi_delta,
-}
-
-
-def _compressor(c: ModelConfig, width: int, positions: int, halves: int = 1) -> int:
-    """Rows and gates of one or two halves of channels, a bias of each position, and a norm."""
-    return halves * width * (2 * c.hidden_size + positions) + width
-
-
-def _attention(c: ModelConfig) -> int:
-    """With latents as DeepSeek-V2's paper has it, arXiv:2405.04434, appendix C."""
-    hidden, width = c.hidden_size, c.kv_channels
-    queries, keys = c.num_attention_heads * width, c.num_query_groups * width
-    if c.o_groups:
-        low = c.o_lora_rank * (queries + c.o_groups * hidden)
-        query = c.q_lora_rank * (hidden + 1 + queries)
-        return query + width * (hidden + 1) + low + c.attention_sinks * c.num_attention_heads
-    if c.kv_lora_rank:
-        values = c.num_attention_heads * (c.v_head_dim or width)
-        unrotated = queries - c.num_attention_heads * c.qk_rope_head_dim
-        latent = c.kv_lora_rank * (unrotated + values + 1) + hidden * (
-            c.kv_lora_rank + c.qk_rope_head_dim
-        )
-        rank = c.q_lora_rank
-        query = rank * (hidden + 1 + queries) if rank else hidden * queries
-        biases = c.latent_bias * (rank + c.kv_lora_rank + c.qk_rope_head_dim)
-        return query + latent + biases + (values + c.attention_output_bias) * hidden
-    value = c.v_head_dim or width
-    values, results = c.num_query_groups * value, c.num_attention_heads * value
-    qkv = queries + keys + values
-    attention = hidden * (qkv - c.keys_are_values * keys) + results * hidden
-    gates = c.num_attention_heads if c.attention_gate_per_head else queries
-    attention += (
-        c.attention_gate * (hidden + c.attention_gate_bias) * gates
-        + c.attention_sinks * c.num_attention_heads
-    )
-    normed = queries + keys if c.qk_norm_over_heads else 2 * width
-    return attention + c.qkv_bias * qkv + c.attention_output_bias * hidden + c.qk_norm * normed
-
-
-def _indexer(c: ModelConfig) -> int:
-    """What chooses the keys of a layer."""
-    if c.index_block_size > 1:  # MiniMax-M3: queries and a key, with a norm of each
-        width = c.index_head_dim
-        return c.hidden_size * width * (c.index_n_heads + 1) + 2 * width
-    return _lightning_indexer(c)
-
-
-def _lightning_indexer(c: ModelConfig) -> int:
-    """arXiv:2512.02556, section 2: queries, a key with its LayerNorm, and weights of the heads."""
-    width = c.index_head_dim
-    queries = c.q_lora_rank * c.index_n_heads * width
-    return queries + c.hidden_size * (width + c.index_n_heads) + 2 * width
 
 
 def load(name: str) -> dict[str, Any]:
@@ -303,21 +111,15 @@ class TestPresets:
         name = row["model"]
         path = DATA / "configs" / name
         config = from_config(path) if path.suffix == ".json" else PRESETS[name]
-        got, published = count_parameters(config), int(row["parameters"])
+        got, published = parameters(config)[0], int(row["parameters"])
         assert abs(got - published) <= int(row["tolerance"]), f"{got:,} is not {published:,}"
 
     @pytest.mark.parametrize("name", ACTIVE)
     def test_activates_the_published_number_of_parameters(self, name: str) -> None:
         row, c = ACTIVE[name], PRESETS[name]
-        got = count_active(c) - int(row["tables_left_out"]) * c.vocab_size * c.hidden_size
+        got = parameters(c)[1] - int(row["tables_left_out"]) * c.vocab_size * c.hidden_size
         wrong = abs(got - float(row["billions"]) * 1e9) > float(row["rounding"]) * 1e9
         assert not wrong, f"{got:,} is not {row['billions']}B: {row['source']}"
-
-    @pytest.mark.numerics
-    @pytest.mark.parametrize("name", sorted(LANGUAGE))
-    def test_the_graph_holds_and_activates_what_the_closed_form_does(self, name: str) -> None:
-        c = PRESETS[name]
-        assert parameters(c) == (count_parameters(c), count_active(c))
 
     def test_what_a_token_activates_is_published_for_every_mixture_but_one(self) -> None:
         # xAI published a share alone: 25% of Grok-1's weights, which is 2 of 8 experts.
@@ -325,8 +127,8 @@ class TestPresets:
             *ACTIVE,
             *("grok-1", "gpt-1.8t"),  # published in all alone
         }
-        c = PRESETS["grok-1"]
-        assert count_active(c) / count_parameters(c) == pytest.approx(0.25, abs=0.02)
+        held, active = parameters(PRESETS["grok-1"])
+        assert active / held == pytest.approx(0.25, abs=0.02)
 
     def test_every_preset_has_a_published_count_and_a_source(self) -> None:
         assert {row["model"] for row in PUBLISHED if row["model"][-5:] != ".json"} == LANGUAGE
@@ -338,7 +140,7 @@ class TestPresets:
     def test_bert_backbone_with_pooler_has_its_published_count(self) -> None:
         change = {"mlm_transform": False, "lm_head_bias": False, "pooler": True}
         counts = {
-            name: count_parameters(dataclasses.replace(PRESETS[name], **change))
+            name: parameters(dataclasses.replace(PRESETS[name], **change))[0]
             for name in ("bert-base", "bert-large")
         }
         assert counts == {"bert-base": 109_482_240, "bert-large": 335_141_888}  # keras-hub 0.32
@@ -373,13 +175,6 @@ class TestPresets:
 
 
 class TestModelConfig:
-    def test_is_a_value(self) -> None:
-        c = PRESETS["llama3-8b"]
-        assert c == dataclasses.replace(c)
-        assert hash(c) == hash(dataclasses.replace(c))
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            c.num_layers = 3  # type: ignore[misc]
-
     def test_overrides(self) -> None:
         c = PRESETS["gemma3-1b"]
         assert c.with_overrides() == c
@@ -584,7 +379,7 @@ class TestPublishedFiles:
 class TestKeys:
     """What single keys do, as transformers 4.57 and 5 read them."""
 
-    @pytest.mark.parametrize(("name", "change", "expected"), cases("keys.jsonl"))
+    @pytest.mark.parametrize(("name", "change", "expected"), json_rows("keys.jsonl"))
     def test_sets_fields(
         self, tmp_path: Path, name: str, change: dict[str, Any], expected: dict[str, Any]
     ) -> None:
@@ -630,7 +425,7 @@ class TestKeys:
     def test_parameters_are_those_of_transformers(self, row: dict[str, Any]) -> None:
         like, fields, _ = hf.read("config.json", row["config"])
         c = dataclasses.replace(PRESETS[like], name="small", **fields)
-        assert parameters(c)[0] == count_parameters(c) == row["parameters"]
+        assert parameters(c)[0] == row["parameters"]
 
     def test_biases_that_cannot_be_counted_are_refused(self, tmp_path: Path) -> None:
         """Of an ERNIE mixture shared experts have biases and routed experts have none."""
@@ -730,13 +525,7 @@ class TestNotes:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize(
-        ("architecture", "missing"),
-        [
-            ("ZambaForCausalLM", "Mamba-1 in heads that have a B and a C each"),
-            ("Phi3SmallForCausalLM", "block-sparse attention"),
-        ],
-    )
+    @cases
     def test_says_what_is_missing(self, tmp_path: Path, architecture: str, missing: str) -> None:
         text = error_of(tmp_path, {"architectures": [architecture]})
         assert text.startswith(f"{architecture} has {missing}, which is not supported: ")
@@ -764,25 +553,11 @@ class TestRefusals:
         text = error_of(tmp_path, {"architectures": ["LLamaForCausalLM"]})
         assert "did you mean 'LlamaForCausalLM'?" in text
 
-    @pytest.mark.parametrize(
-        ("config", "expected"),
-        [
-            ({}, "model_type is missing, wanted text; use --as FAMILY"),
-            ({"model_type": 3}, "model_type is 3, wanted text"),
-            ({"model_type": "lama"}, "did you mean 'llama'?"),
-            ({"architectures": "LlamaForCausalLM"}, "wanted a list of names"),
-            ({"architectures": [None]}, "wanted a list of names"),
-            ({"architectures": {"a": 1}}, "wanted a list of names"),
-            (
-                {"architectures": ["LlamaForCausalLM"], "model_type": "mixtral"},
-                "model_type is 'mixtral', wanted llama, as architectures names LlamaForCausalLM",
-            ),
-        ],
-    )
+    @cases
     def test_unclear_architecture(self, tmp_path: Path, config: object, expected: str) -> None:
         assert expected in error_of(tmp_path, config)
 
-    @pytest.mark.parametrize(("name", "key", "value", "expected"), cases("errors.jsonl"))
+    @pytest.mark.parametrize(("name", "key", "value", "expected"), json_rows("errors.jsonl"))
     def test_names_the_key(
         self, tmp_path: Path, name: str, key: str, value: object, expected: str | None
     ) -> None:
@@ -794,24 +569,8 @@ class TestRefusals:
             assert expected in text
             assert key in text or "model " in text
 
-    @pytest.mark.parametrize(
-        ("name", "required"),
-        [
-            ("llama-3.2-1b-instruct", {"hidden_size", "intermediate_size", "vocab_size"}),
-            ("mistral-7b-v0.1", {"num_key_value_heads", "max_position_embeddings"}),
-            ("gpt2", {"n_embd", "n_layer", "n_head", "n_positions", "vocab_size"}),
-            ("gemma-3-1b-it", {"hidden_size", "intermediate_size", "num_hidden_layers"}),
-            ("falcon-7b-instruct", {"hidden_size", "num_attention_heads", "vocab_size"}),
-            ("falcon-7b-instruct-refinedweb", {"multi_query", "parallel_attn", "n_layer"}),
-            ("opt-125m", {"ffn_dim", "hidden_size", "vocab_size"}),
-            ("bert-base-uncased", {"intermediate_size", "max_position_embeddings"}),
-            ("mixtral-8x7b-v0.1", {"num_local_experts", "num_experts_per_tok"}),
-            ("qwen3-30b-a3b", {"num_experts", "moe_intermediate_size"}),
-            ("deepseek-v2", {"kv_lora_rank", "q_lora_rank", "v_head_dim", "n_shared_experts"}),
-            ("glm-4.5", {"n_routed_experts", "first_k_dense_replace"}),
-        ],
-    )
-    def test_requires_the_sizes(self, tmp_path: Path, name: str, required: set[str]) -> None:
+    @cases
+    def test_requires_the_sizes(self, tmp_path: Path, name: str, required: tuple[str, ...]) -> None:
         for key in required:
             config = load(name)
             del config[key]
@@ -902,7 +661,6 @@ def accepts_or_refuses(folder: Path, config: object) -> None:
         assert len(text) < 1500 + 2 * len(str(file))
     else:
         assert dataclasses.replace(c) == c
-        assert count_parameters(c) > 0
         mixers = {c.layer(i).mixer for i in range(c.num_layers)}
         assert mixers <= {*ATTENTIONS, "none", *RECURRENCES, *SIDE_BY_SIDE}
 
