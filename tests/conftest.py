@@ -5,6 +5,7 @@ of a tier, or is a doctest of the package, is of the unit tier. `pytest` alone r
 """
 
 import gc
+import shlex
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from helpers import times
+from helpers import Command, Outcome, times
+from stagewright.cli.main import main
 
 HERE = Path(__file__).parent
 
@@ -75,3 +77,17 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text + "\n" == path.read_text(encoding="utf-8"), f"{path.name}; see pytest --bless"
 
     return compare
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run a command line as one would type it, but for the name of the program."""
+
+    def run(*words: object) -> Outcome:
+        given = shlex.split(str(words[0])) if len(words) == 1 else [str(word) for word in words]
+        with pytest.raises(SystemExit) as end:
+            main(given)
+        assert isinstance(end.value.code, int)
+        return Outcome(end.value.code, *capsys.readouterr())
+
+    return run

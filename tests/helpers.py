@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import yaml
@@ -48,6 +48,18 @@ def needed(module: str, extra: str) -> Any:
     if os.environ.get("EXTRAS") == "required":
         return importlib.import_module(module)
     return pytest.importorskip(module, reason=f"needs the extra: pip install -e '.[{extra}]'")
+
+
+class Outcome(NamedTuple):
+    """How a command ended, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Outcome]
+"""The fixture `command`: runs the words of a command line, or one text of them."""
 
 
 # ---- tables of cases -----------------------------------------------------------------------------

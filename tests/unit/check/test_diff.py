@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from handmade import COLL, COMP, add, collective, generated, kernel, load, renumber, set_to, simple
+from helpers import Command, cases
 from stagewright.check.diff import diff
 from stagewright.check.inspect import inspect, nodes
-from stagewright.cli import main as cli
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.program.columns import TaskKind
@@ -197,83 +197,57 @@ def test_what_cannot_be_compared(folder: Path, tmp_path: Path):
 # ---- commands ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Runs the command line; returns exit code, output and errors."""
-
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as exit_:
-            cli.main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        assert isinstance(exit_.value.code, int)
-        return exit_.value.code, out, err
-
-    return call
-
-
-def test_command_verify(folder: Path, tmp_path: Path, run: Callable[..., Any]):
-    code, out, err = run("verify", folder)
+def test_command_verify(folder: Path, tmp_path: Path, command: Command):
+    code, out, err = command("verify", folder)
     assert (code, err) == (0, "")
     assert out.splitlines()[-1] == "sound"
     assert f"{folder}: 4 files, 2 kinds, " in out
-    code, out, _ = run("verify", folder, "--json", "--workers", 1)
+    code, out, _ = command("verify", folder, "--json", "--workers", 1)
     assert code == 0
     assert json.loads(out)["ok"] is True
     world = load(folder)
     world[1].by_id(9).data_deps.append(4711)
     set_to(world[0].of(COMP)[3], "num_ops", uint64_val=5)
     broken = world.save(tmp_path / "w")
-    code, out, err = run("verify", broken)
+    code, out, err = command("verify", broken)
     assert (code, err) == (1, "")
     lines = out.splitlines()
     assert lines[0].startswith("error [dangling] rank 1: node 9 needs node 4711")
     assert lines[1].startswith("warning [unportable-num_ops] rank 0: node ")
     assert lines[-1] == "1 error, 1 warning"
-    code, out, _ = run("verify", broken, "--json")
+    code, out, _ = command("verify", broken, "--json")
     found = json.loads(out)
     assert (code, found["ok"]) == (1, False)
     assert [each["code"] for each in found["findings"]] == ["dangling", "unportable-num_ops"]
     world = load(folder)
     set_to(world[0].of(COMP)[3], "num_ops", uint64_val=5)
     world.save(broken)
-    assert run("verify", broken)[0] == 0
-    assert run("verify", broken, "--strict")[0] == 1
+    assert command("verify", broken)[0] == 0
+    assert command("verify", broken, "--strict")[0] == 1
 
 
-def test_command_verify_used_wrongly(folder: Path, tmp_path: Path, run: Callable[..., Any]):
-    for arguments in (
-        ["verify"],
-        ["verify", tmp_path],
-        ["verify", tmp_path / "none"],
-        ["verify", folder, "--comm-group", tmp_path / "none"],
-        ["verify", folder, "--workers", "0"],
-        ["diff", folder],
-        ["diff", folder, tmp_path / "none"],
-        ["inspect", tmp_path / "none.et"],
-        ["inspect", folder / "workload.0.et", "--nodes", "5-2"],
-        ["inspect", folder / "workload.0.et", "--nodes", "x"],
-    ):
-        code, out, err = run(*arguments)
-        assert code == 2, arguments
-        assert out == ""
-        assert re.fullmatch(r"stagewright: error: [^\n]+\n", err)
+@cases
+def test_commands_used_wrongly(line: str, folder: Path, tmp_path: Path, command: Command) -> None:
+    code, out, err = command(line.format(folder=folder, tmp=tmp_path))
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"stagewright: error: [^\n]+\n", err)
 
 
-def test_command_inspect(folder: Path, run: Callable[..., Any]):
-    code, out, _ = run("inspect", folder / "workload.0.et")
+def test_command_inspect(folder: Path, command: Command):
+    code, out, _ = command("inspect", folder / "workload.0.et")
     assert code == 0
     assert "critical path: " in out
     assert re.search(r"comm_coll +backward +all_reduce +2 ", out)
-    code, out, _ = run("inspect", folder / "workload.0.et", "--json")
+    code, out, _ = command("inspect", folder / "workload.0.et", "--json")
     assert json.loads(out)["nodes"] == len(load(folder)[0].nodes)
-    code, out, _ = run("inspect", folder / "workload.0.et", "--nodes", "2-3")
+    code, out, _ = command("inspect", folder / "workload.0.et", "--nodes", "2-3")
     assert "embedding.word.all_reduce" in out
     assert "pg_name=1" in out
-    code, out, _ = run("inspect", folder / "workload.0.et", "--nodes", "2", "--json")
+    code, out, _ = command("inspect", folder / "workload.0.et", "--nodes", "2", "--json")
     assert [node["id"] for node in json.loads(out)] == [3]
 
 
-def test_a_foreign_text_does_not_reach_the_terminal(tmp_path: Path, run: Callable[..., Any]):
+def test_a_foreign_text_does_not_reach_the_terminal(tmp_path: Path, command: Command):
     w = simple(1, {})
     kernel(w[0], name="\x1b[2J[red]ha\n" + "x" * 10_000)
     w[0].nodes[0].attr.add(name="op", string_val="\x1b]0;title\x07")
@@ -283,23 +257,23 @@ def test_a_foreign_text_does_not_reach_the_terminal(tmp_path: Path, run: Callabl
         ["inspect", file, "--nodes", "0-9"],
         ["verify", file.parent],
     ):
-        _, out, err = run(*arguments)
+        _, out, err = command(*arguments)
         assert "\x1b" not in out + err
         assert "\x07" not in out + err
         assert len(out) < 50_000
 
 
-def test_command_diff(folder: Path, tmp_path: Path, run: Callable[..., Any]):
-    code, out, _ = run("diff", folder, folder)
+def test_command_diff(folder: Path, tmp_path: Path, command: Command):
+    code, out, _ = command("diff", folder, folder)
     assert code == 0
     assert out.splitlines()[-1] == "the same content"
     world = load(folder)
     set_to(_kernel(world), "num_ops", int64_val=5)
     other = world.save(tmp_path / "w")
-    code, out, _ = run("diff", folder, other)
+    code, out, _ = command("diff", folder, other)
     assert code == 1
     assert "flops: " in out
-    code, out, _ = run("diff", folder, other, "--json")
+    code, out, _ = command("diff", folder, other, "--json")
     assert code == 1
     found = json.loads(out)
     assert found["same"] is False

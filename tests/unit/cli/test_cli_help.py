@@ -110,18 +110,6 @@ def test_completion(words: tuple[str, ...], wanted: list[str]):
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_scripts(shell: str):
-    """The scripts of docs/start/install.md, which click writes."""
-    if shell == "bash" and shutil.which("bash") is None:
-        pytest.skip("click asks bash for its version")
-    script = asked({"_STAGEWRIGHT_COMPLETE": f"{shell}_source"})
-    assert f"_STAGEWRIGHT_COMPLETE={shell}_complete" in script
-    if shell == "bash":
-        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-
-
-@pytest.mark.numerics
 def test_a_shell_asks_and_is_answered():
     """As the script of bash does it: the words in variables, a line for each answer."""
     words = {"COMP_WORDS": "stagewright simulate gpt2 --hardware mi3", "COMP_CWORD": "4"}

@@ -1,13 +1,12 @@
 """`stagewright diff` of runs: what differs, figures of both, exit codes."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import stagewright as sw
-from stagewright.cli import main as cli
+from helpers import Command, cases
 
 SCRIPT = """\
 #!/bin/bash
@@ -22,18 +21,10 @@ vllm bench serve --random-input-len 128 --random-output-len 16 --max-concurrency
   --num-prompts 16
 """
 
-Call = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    def run(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            cli.main(["diff", *words, "--hardware", "h100-sxm"])
-        assert isinstance(caught.value.code, int)
-        return caught.value.code, *capsys.readouterr()
-
-    return run
+def call(command: Command) -> Command:
+    return lambda *words: command("diff", *words, "--hardware", "h100-sxm")
 
 
 @pytest.fixture
@@ -52,7 +43,7 @@ def edited(name: str, old: str, new: str) -> str:
     return "new.sh"
 
 
-def test_figures_are_those_of_simulate(scripts: Path, call: Call):
+def test_figures_are_those_of_simulate(scripts: Path, call: Command):
     code, out, _ = call("old.sh", edited("old.sh", "${TP:-1}", "2"), "--json")
     found = json.loads(out)
     assert code == 0
@@ -74,7 +65,7 @@ def test_figures_are_those_of_simulate(scripts: Path, call: Call):
     assert found["slowdown"] == pytest.approx(new.seconds / old.seconds - 1)  # of equal batches
 
 
-def test_bytes_of_an_axis(scripts: Path, call: Call):
+def test_bytes_of_an_axis(scripts: Path, call: Command):
     """Two all-reduces of the residual stream forward, two backward, and those of the two ends."""
     found = sw.diff("old.sh?TP=2", "old.sh?TP=4", "h100-sxm")
     by_axis = {row["axis"]: row for row in found.table("communication").rows}
@@ -85,7 +76,7 @@ def test_bytes_of_an_axis(scripts: Path, call: Call):
     assert by_axis["tp"]["busy old"] == step.mean.communication["tp"]
 
 
-def test_nothing_changes(scripts: Path, call: Call):
+def test_nothing_changes(scripts: Path, call: Command):
     Path("old.sh").write_text(SCRIPT.replace("#!/bin/bash", "#!/bin/bash\n# a comment"))
     code, out, _ = call("old.sh", edited("old.sh", "--lr 3e-4", "--lr 1e-4"))
     assert code == 0
@@ -102,23 +93,14 @@ def test_parts_of_the_model(scripts: Path):
     assert found.slowdown > 0.5
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (("old.sh?TP=4", "old.sh", "--max-slowdown", "5"), 0, ""),
-        (("old.sh", "old.sh?TP=4", "--max-slowdown", "5"), 1, "allowed are 5%"),
-        (("llama3-8b?tp=8", "llama3-8b", "--max-slowdown", "5"), 3, "does not fit"),
-        (("llama3-8b", "llama3-8b?tp=8", "--layers", "2"), 0, ""),
-        (("llama3-8b?tp=8", "llama3-8b", "--allow-oom"), 0, ""),
-    ],
-)
-def test_exit_codes(scripts: Path, call: Call, words: tuple[str, ...], code: int, said: str):
+@cases
+def test_exit_codes(scripts: Path, call: Command, words: tuple[str, ...], code: int, said: str):
     got, _, err = call(*words)
     assert got == code
     assert said in err
 
 
-def test_small_difference(scripts: Path, call: Call):
+def test_small_difference(scripts: Path, call: Command):
     out = call("old.sh", "old.sh", "--lr-decay-iters", "3")[1]
     assert "no change" in out
     found = sw.diff("llama3-8b?micro_batch_size=1", "llama3-8b?micro_batch_size=2", "h100-sxm",
@@ -127,7 +109,7 @@ def test_small_difference(scripts: Path, call: Call):
     assert "below 2% does not say which is faster" in found.verdict
 
 
-def test_effects_that_are_left_out(scripts: Path, call: Call):
+def test_effects_that_are_left_out(scripts: Path, call: Command):
     """A flag that changes the step, and is not modelled, is no flag without effect."""
     verdict = "leave out what --delay-wgrad-compute would change"
     out = call("old.sh", "old.sh?delay-wgrad-compute&lr-decay-iters=3")[1]
@@ -137,7 +119,7 @@ def test_effects_that_are_left_out(scripts: Path, call: Call):
     assert out.splitlines()[0].endswith(f"; the figures {verdict}")
 
 
-def test_servers(scripts: Path, call: Call):
+def test_servers(scripts: Path, call: Command):
     _, out, _ = call("serve.sh", "serve.sh?tensor-parallel-size=2", "--set", "CONC=4", "--json")
     found = json.loads(out)
     assert [row["setting"] for row in found["settings"]] == ["tp"]
@@ -150,12 +132,12 @@ def test_servers(scripts: Path, call: Call):
     assert "output tokens/s per GPU" in found["verdict"]  # of another number of GPUs
 
 
-def test_new_file_alone(scripts: Path, call: Call):
+def test_new_file_alone(scripts: Path, call: Command):
     _, out, _ = call("/dev/null", "old.sh", "--json")
     assert json.loads(out) == json.loads(json.dumps(sw.simulate("old.sh", "h100-sxm").to_dict()))
 
 
-def test_markdown(scripts: Path, call: Call):
+def test_markdown(scripts: Path, call: Command):
     name = edited("old.sh", "--lr 3e-4", "--lr '@team|<b>'")
     _, out, _ = call("old.sh", f"{name}?TP=2", "--markdown")
     assert out.startswith("new is ")
@@ -165,28 +147,8 @@ def test_markdown(scripts: Path, call: Call):
     assert {line.count("|") - line.count("\\|") for line in tables} == {4, 5, 8}
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("old.sh", "serve.sh", "--set", "CONC=4"), "wanted two of a kind"),
-        (("old.sh", "absent.sh"), "absent.sh: there is no such file"),
-        (("old.sh", "empty.sh"), "new: empty.sh: starts nothing"),
-        (("bare.sh", "old.sh"), "old: bare.sh: is no launch file"),
-        (("/dev/null", "empty.sh"), "new: empty.sh: starts nothing"),
-        (("old.sh", "old.sh", "--set", "X=1"), "has no variable X"),
-        (("old.sh", "old.sh?tp=3"), "new: "),
-        (("old.sh", "old.sh", "--rate", "3"), "rate is of requests over time"),
-        (("serve.sh", "serve.sh"), "old: serve.sh: CONC"),
-        (("gpt2", "gpt2", "--set", "X=1"), "name one"),
-        (("lama3-8b", "gpt2"), "llama3-8b"),
-        (("gpt2?mode=decode", "gpt2"), "a step of decode and gpt2 is a training step"),
-        (("gpt2", "/dev/null"), "a deleted file has no figures"),
-        ((".", "gpt2"), ". holds traces"),
-        (("gpt2", "gpt2?tp=2", "--json", "--markdown"), "exclude each other"),
-        (("old.sh", "serve.sh", "--set", "X=1"), "old.sh: has no variable X"),
-    ],
-)
-def test_errors(scripts: Path, call: Call, words: tuple[str, ...], said: str):
+@cases
+def test_errors(scripts: Path, call: Command, words: tuple[str, ...], said: str):
     Path("empty.sh").write_text("#!/bin/bash\necho nothing\n")
     Path("bare.sh").write_text("echo nothing\n")
     code, out, err = call(*words)
@@ -210,13 +172,13 @@ def test_run_files(scripts: Path):
         ("gpt2?pp=2&layers_per_stage=1,3", "gpt2?pp=2", [[1, 3], [2, 2]]),
     ],
 )
-def test_values_of_all_types_are_json(call: Call, old: str, new: str, value: list[object]):
+def test_values_of_all_types_are_json(call: Command, old: str, new: str, value: list[object]):
     _, out, _ = call(old, new, "--layers", "4", "--seq-length", "64", "--json")
     (row,) = json.loads(out)["settings"]
     assert [row["old"], row["new"]] == value
 
 
-def test_parts_of_other_models_are_json(call: Call):
+def test_parts_of_other_models_are_json(call: Command):
     _, out, _ = call("mamba2-1.3b", "deepseek-v3", "--layers", "2", "--seq-length", "64", "--json",
                      "--allow-oom")  # fmt: skip
     rows = {row["part"]: row for row in json.loads(out)["model"]}
@@ -237,7 +199,7 @@ def test_settings_behind_names_of_files(scripts: Path):
     assert found.verdict.endswith(", under another load")
 
 
-def test_values_of_one_side_alone(scripts: Path, call: Call):
+def test_values_of_one_side_alone(scripts: Path, call: Command):
     """`--set` gives a variable to the file that has it; what stands behind a name wins."""
     new = edited("old.sh", "${TP:-1}", "$SIZE")
     _, out, _ = call("old.sh?TP=4", new, "--set", "SIZE=2", "--set", "TP=8", "--json")

@@ -10,11 +10,8 @@ import csv
 import dataclasses
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
-import sys
 from ast import literal_eval
 from pathlib import Path
 from typing import Any, ClassVar
@@ -315,22 +312,6 @@ class TestResolve:
     def test_device_is_no_config(self) -> None:
         with pytest.raises(UserError, match="/dev/zero: cannot be read: Is a device, not a file"):
             resolve("/dev/zero")
-
-    @pytest.mark.parametrize(
-        "code",
-        [
-            "import stagewright.model.config",
-            "from stagewright.model.presets import PRESETS; PRESETS['gpt2']",
-        ],
-    )
-    def test_importing_models_is_light(self, code: str) -> None:
-        code += "; import sys; print({'numpy', 'pydantic', 'click'} & set(sys.modules))"
-        path = str(ROOT / "src")
-        env = {**os.environ, "PYTHONPATH": path}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, check=True
-        )
-        assert done.stdout.decode().strip() == "set()"
 
 
 def test_merges_in_the_packages_data_name_one_mapping() -> None:
