@@ -45,23 +45,6 @@ def test_fragments_grow_with_actions_and_not_with_tasks() -> None:
     assert few == many
 
 
-def test_every_time_is_written_by_one_fragment() -> None:
-    """Ends have a place each; registers are written by fragments of their own lane alone."""
-    plan = simulated(program_of(PP, PP, global_batch_size=MICROBATCHES)).plan
-    writers = np.zeros(plan.num_times, np.int64)
-    for of in plan.classes:
-        registers = len(of.table.rules.registers) * of.num_lanes
-        for copies in of.copies.values():
-            outputs, inputs = copies.outputs.ravel(), copies.inputs.ravel()
-            assert ((outputs >= of.first_time) & (outputs < of.first_time + of.num_times)).all()
-            is_end = outputs >= of.first_time + registers
-            np.add.at(writers, outputs[is_end], 1)
-            elsewhere = (inputs < of.first_time) | (inputs >= of.first_time + of.num_times)
-            assert np.isin(inputs[elsewhere], plan.arrivals).all()
-        writers[of.first_time : of.first_time + registers] = 1
-    assert (writers == 1).all()
-
-
 def test_programs_of_equal_structure_share_their_plan() -> None:
     """Sizes differ, and so do durations; a row-by-row evaluation says the same of each."""
     settings = {"pp": PP, "layers": PP, "global_batch_size": MICROBATCHES}
