@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from stagewright.arrays import Int
 from stagewright.program.columns import Program, Tasks
-from stagewright.program.memory import deltas
 from stagewright.run.sections.execution import Execution
 from stagewright.time.collectives import seconds_by_algorithm
 from stagewright.time.network import Machine, Placement
@@ -144,7 +143,7 @@ def algorithm_of(op: str, comm_bytes: int, group: Placement, machine: Machine) -
 
 def memory_by_row(lane: Lane) -> MemoryTimeline:
     """The memory of a lane over time, counted from the times of its rows and their values."""
-    start, allocated, freed = deltas(lane.rank_class)
+    start, allocated, freed = lane.rank_class.work.changes
     rows = lane.issue.rows
     ready, end = np.empty_like(lane.ready), np.empty_like(lane.end)
     ready[rows], end[rows] = lane.ready, lane.end

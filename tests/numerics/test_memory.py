@@ -292,7 +292,7 @@ RUNS: list[dict[str, Any]] = [
 def test_changes_add_up(settings: dict[str, Any]) -> None:
     """Row by row, in plain Python: what comes and goes makes the timeline."""
     for of in classes(**settings):
-        start, allocated, freed = over_time.deltas(of)
+        start, allocated, freed = of.work.changes
         held, most = start.copy(), 0
         timeline = over_time.timeline(of)
         for row in range(len(of.tasks)):

@@ -22,32 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Int
-from stagewright.program.columns import (
-    CATEGORIES,
-    Deltas,
-    RankClass,
-    Values,
-    changed_bytes,
-)
+from stagewright.program.columns import CATEGORIES, MemoryChanges, RankClass, Values
 
 _Ints = NDArray[np.integer[Any]]
 
 
-def deltas(rank_class: RankClass) -> Deltas:
-    """Bytes that every row of a rank class allocates and frees."""
-    return changed_bytes(rank_class.values, len(rank_class.tasks))
-
-
 def timeline(rank_class: RankClass) -> Int:
     """Bytes in use by category while each row runs: [categories, rows]."""
-    return _in_use(deltas(rank_class))
-
-
-def _in_use(changes: Deltas) -> Int:
-    start, allocated, freed = changes
-    in_use = allocated.cumsum(axis=1) + start[:, None]
-    in_use[:, 1:] -= freed[:, :-1].cumsum(axis=1)
-    return in_use
+    return rank_class.work.changes.in_use
 
 
 class Samples(NamedTuple):
@@ -104,7 +86,7 @@ def groups_alive(values: Values, row: int) -> list[ValueGroup]:
 
 def peak_row(values: Values, rows: int) -> int:
     """First row during which the most bytes are in use."""
-    return int(np.argmax(_in_use(changed_bytes(values, rows)).sum(axis=0))) if rows else 0
+    return int(np.argmax(MemoryChanges.of(values, rows).in_use.sum(axis=0))) if rows else 0
 
 
 def alive(values: Values, row: int) -> _Ints:

@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
-from stagewright.lower.assembly.live_ranges import representative_order
-from stagewright.lower.assembly.work import assembled
 from stagewright.lower.compile import compile
 from stagewright.program.columns import Program
 from stagewright.run.settings import Run
@@ -37,26 +34,7 @@ def test_microbatches_add_copies_only():
     few, many = (program_of(DENSE | {"pp": 4, "global_batch_size": n}) for n in (8, 64))
     for a, b in zip(few.classes, many.classes, strict=True):
         assert np.array_equal(a.work.actions.begin, b.work.actions.begin)
-        assert len(a.work.changes.profiles) == len(b.work.changes.profiles)
         assert len(b.work.order.action) - len(a.work.order.action) == 2 * 56
-
-
-@pytest.mark.parametrize("name", ["gpipe", "interleaved", "a V", "kept graphs", "DualPipe"])
-def test_a_few_microbatches_stand_for_all(name: str):
-    lengths: list[list[int]] = []
-    for count in (48, 96):
-        settings = RUNS[name] | {"global_batch_size": count * RUNS[name].get("dp", 1)}
-        orders = [assembled(of).order for of in program_of(settings).classes]
-        lengths.append([len(representative_order(order)[0].order.action) for order in orders])
-    assert lengths[0] == lengths[1]
-    assert max(lengths[0]) < 48
-
-
-def test_ranks_with_equal_actions_share_profiles():
-    run = DENSE | {"pp": 4, "vpp": 2, "schedule": "interleaved"}
-    first, *inner, last = (of.work.changes.profiles for of in program_of(run).classes)
-    assert inner[0] is inner[1]
-    assert first is not inner[0] is not last
 
 
 def test_stages_of_a_class_share_actions():

@@ -7,7 +7,7 @@
 | `StageValues` | `stage_values` | values of a stage, and the rows that touch each |
 | `ActionTable` | `distinct_actions` | rows of all distinct actions, copied from those of segments |
 | `RankSchedule`, `RankOrder` | `rank_order` | actions of a rank; copies that execute them |
-| `ValueColumns` | `live_ranges` | values of a rank: their live ranges, bytes by action |
+| `ValueColumns` | `live_ranges` | values of a rank, and their live ranges |
 | `AssembledWork` | `work` | work of a rank class: rows, values and memory when they are read |
 
 `assemble` calls these in order. Stages with equal blocks share a `Stage` (`StageKey`); those whose

@@ -101,16 +101,6 @@ class RankSchedule:
         return action
 
     @cached_property
-    def end_flags(self) -> Int:
-        """Flags of the first (1) and last (2) action of each stage: [pass parts, actions]."""
-        flags = np.zeros((PASS_PARTS, len(self)), dtype=np.int64)
-        for pass_part in range(PASS_PARTS):
-            for last in (False, True):
-                action = self._end(pass_part, last=last)
-                flags[pass_part, action[action >= 0]] += 1 + last
-        return flags
-
-    @cached_property
     def once_per_step(self) -> Bool:
         """Mask of actions with the rows once per step; input halves have none."""
         mask = np.zeros(len(self), dtype=bool)
@@ -240,26 +230,6 @@ class RankOrder:
     def copies(self, action: int) -> Int:
         """Copies of an action."""
         return np.flatnonzero(self.action == action)
-
-    def take(self, copies: Int) -> tuple[RankOrder, Int]:
-        """Select and renumber copies; also the original microbatch of each."""
-        old = self.schedule
-        new_step = np.full(len(self.action), -1, dtype=np.int64)
-        new_step[copies] = np.arange(len(copies))
-        step = new_step[old.step]
-        actions = np.lexsort((old.part, step))[np.count_nonzero(step < 0) :]
-        new_action = np.empty(len(old), dtype=np.int64)
-        new_action[actions] = np.arange(len(actions))
-        microbatches, microbatch = np.unique(old.microbatch[actions], return_inverse=True)
-        schedule = RankSchedule(
-            old.kind[actions], old.local_stage[actions], microbatch, step[actions],
-            old.part[actions],
-        )  # fmt: skip
-        order = RankOrder(
-            self.table, schedule, self.stage_classes, self.action[copies],
-            new_action[self.gathered_by[actions]], self.optimizer_index, self._num_stages,
-        )  # fmt: skip
-        return order, microbatches
 
     def rows(self, actions: Int, segment_rows: Int) -> Int:
         """Rows of segment rows in actions of the schedule, -1 if absent; arrays broadcast."""

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from stagewright.arrays import Int, offsets
 from stagewright.lower.assembly.live_ranges import (
     ValueSizes,
-    memory_changes,
     rank_values,
     relabel_layers,
 )
@@ -21,7 +20,7 @@ from stagewright.lower.assembly.rank_order import RankOrder
 from stagewright.lower.assembly.segments import Interner, StageLabels, row_layers, row_names
 from stagewright.lower.assembly.stages import Stage
 from stagewright.lower.assembly.streams import order_by_streams
-from stagewright.program.columns import Actions, MemoryChanges, RankClass, RankWork, Tasks, Values
+from stagewright.program.columns import Actions, RankClass, RankWork, Tasks, Values
 
 _COPY_COLUMNS = ("name", "stage", "layer", "microbatch", "tag")
 """Columns that differ between copies of a row."""
@@ -190,11 +189,6 @@ class AssembledWork(RankWork):
     def values(self) -> Values:
         """Values in memory, with the live range of each."""
         return rank_values(self.order, self._names.labels[self._rank], self._sizes)
-
-    @cached_property
-    def changes(self) -> MemoryChanges:
-        """Bytes that the copies allocate and free."""
-        return memory_changes(self.order, self._sizes)
 
 
 def assembled(rank_class: RankClass) -> AssembledWork:

@@ -6,12 +6,11 @@ issue order ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from stagewright.arrays import Int, distinct_values
+from stagewright.arrays import Int
 from stagewright.program.columns import CATEGORIES
 from stagewright.program.fit import Peak
 from stagewright.time.simulate.timeline import TICK, Timeline
@@ -46,17 +45,10 @@ class MemoryTimeline:
 
 def peak(timeline: Timeline, lane: int) -> Peak:
     """Find the peak of a lane's memory without its whole timeline, allowance included."""
-    rank_class, events = timeline.class_of(lane), [*_events(timeline, lane)]
-    start = rank_class.work.changes.start
-    ticks, order, last = _in_order(timeline, [ticks for ticks, _ in events])
-    sizes = np.concatenate([
-        [int(start.sum())],
-        *(np.broadcast_to(size.sum(axis=0), ticks.shape).ravel() for ticks, size in events),
-    ])  # fmt: skip
-    peak_tick = int(ticks[int(sizes[order].cumsum()[last].argmax())])
-    used = start.copy()
-    for event_ticks, size in events:
-        used += size @ (event_ticks <= peak_tick).sum(axis=0)
+    rank_class, ticks, size = timeline.class_of(lane), *_events(timeline, lane)
+    times, order, last = _in_order(ticks)
+    peak_tick = int(times[int(size.sum(axis=0)[order].cumsum()[last].argmax())])
+    used = size[:, ticks <= peak_tick].sum(axis=1)
     by_category = {name: size for name, size in zip(CATEGORIES, used.tolist(), strict=True) if size}
     if by_category and rank_class.allowance:
         by_category["allowance"] = rank_class.allowance
@@ -65,41 +57,34 @@ def peak(timeline: Timeline, lane: int) -> Peak:
 
 def memory_timeline(timeline: Timeline, lane: int) -> MemoryTimeline:
     """Memory of a lane over the step."""
-    events = [*_events(timeline, lane)]
-    ticks, order, last = _in_order(timeline, [ticks for ticks, _ in events])
-    changes = [np.tile(size, len(event_ticks)) for event_ticks, size in events]
-    start = timeline.class_of(lane).work.changes.start[:, None]
-    size = np.concatenate([start, *changes], axis=1)[:, order]
-    return MemoryTimeline(ticks, size.cumsum(axis=1)[:, last])
+    ticks, size = _events(timeline, lane)
+    times, order, last = _in_order(ticks)
+    return MemoryTimeline(times, size[:, order].cumsum(axis=1)[:, last])
 
 
-def _in_order(timeline: Timeline, changes: Sequence[Int]) -> tuple[Int, Int, Int]:
-    """Sort changes: distinct times from 0 on, order, and last change of each time."""
-    ticks = np.concatenate([[0], *(ticks.ravel() for ticks in changes)])
+def _in_order(ticks: Int) -> tuple[Int, Int, Int]:
+    """Sort changes: distinct times, order, and last change of each time."""
     order = np.argsort(ticks, kind="stable")
     last = np.flatnonzero(np.diff(ticks[order], append=ticks[order[-1]] + 1))
     return ticks[order[last]], order, last
 
 
-def _events(timeline: Timeline, lane: int) -> Iterator[tuple[Int, Int]]:
-    """Changes of a lane's bytes: ticks [copies, rows], and bytes [categories, rows]."""
+def _events(timeline: Timeline, lane: int) -> tuple[Int, Int]:
+    """Changes of a lane's bytes: ticks [changes], the first 0, and bytes [categories, changes]."""
     changes = timeline.class_of(lane).work.changes
     plan = timeline.plan.classes[int(timeline.lane_map.class_of[lane])]
-    table, sequence, order, begin = plan.table, plan.sequence, plan.order, plan.table.actions.begin
+    allocated, freed = changes.allocated, -changes.freed
+    allocates, frees = np.any(allocated, axis=0), np.any(freed, axis=0)
+    ticks, sizes = [np.zeros(1, np.int64)], [changes.start[:, None]]
     for times in timeline.fragments(lane):
-        members = table.rules.member[times.positions]
-        for member in distinct_values(members):
-            of_member = np.flatnonzero(members == member)
-            copies = sequence.copies[times.instances, member]
-            profiles = changes.profile[copies]
-            rows = table.rules.rows[times.positions[of_member]] - begin[order.action[copies[0]]]
-            for profile_id in distinct_values(profiles):
-                instances = np.flatnonzero(profiles == profile_id)
-                profile = changes.profiles[profile_id]
-                for size, ticks in (
-                    (-profile.freed[:, rows], times.end), (profile.allocated[:, rows], times.ready)
-                ):  # fmt: skip
-                    changed = np.flatnonzero(size.any(axis=0))
-                    if len(changed):
-                        selected = timeline.within(ticks(of_member[changed])[instances])
-                        yield selected, size[:, changed]
+        rows = plan.expanded_rows(times.instances[:, None], times.positions)
+        for size, changing, ticks_of in (
+            (freed, frees, times.end), (allocated, allocates, times.ready)
+        ):  # fmt: skip
+            changed = changing[rows]
+            positions = np.flatnonzero(changed.any(axis=0))
+            if len(positions):
+                selected = changed[:, positions]
+                ticks.append(timeline.within(ticks_of(positions))[selected])
+                sizes.append(size[:, rows[:, positions][selected]])
+    return np.concatenate(ticks), np.concatenate(sizes, axis=1)

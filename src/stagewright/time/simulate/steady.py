@@ -20,8 +20,6 @@ from stagewright.arrays import Int, entries_of, offsets
 from stagewright.program.columns import (
     ActionOrder,
     Actions,
-    MemoryChanges,
-    Profiles,
     Program,
     RankClass,
     RankWork,
@@ -139,13 +137,6 @@ class RepeatedWork(RankWork):
         action = np.ones(self.steps, np.int64)
         action[0], action[-1] = 0, 2
         return TableOrder(action, self.actions)
-
-    @cached_property
-    def changes(self) -> MemoryChanges:
-        """No changes: the memory of a step of decode is constant."""
-        start, begin = self.step.changes.start, self.actions.begin
-        zeros = np.zeros((len(start), int(begin[-1])), np.int64)
-        return MemoryChanges(start, self.order.action, Profiles(zeros, zeros, begin))
 
     @cached_property
     def tasks(self) -> Tasks:
