@@ -311,10 +311,6 @@ class ActionOrder(Protocol):
         """Message numbers, equal on both ends, of rows of an action: [copies of it, rows]."""
         ...
 
-    def cache_key(self) -> Sequence[object]:
-        """Cache key of `sources` and `tags`, in addition to the columns above and `Actions`."""
-        ...
-
 
 # ---- work of a rank ------------------------------------------------------------------------------
 
@@ -422,10 +418,6 @@ class TableOrder:
     def tags(self, action: int, rows: Int) -> Int:
         """Tags of the table, equal in all copies."""
         return np.tile(self._tasks.tag[rows].astype(np.int64), ((self.action == action).sum(), 1))
-
-    def cache_key(self) -> Sequence[object]:
-        """Empty: the table says everything."""
-        return ()
 
 
 # ---- all ranks -----------------------------------------------------------------------------------

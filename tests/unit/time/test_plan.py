@@ -1,11 +1,11 @@
-"""Plans of steps: where times are, who shares a plan, and what is said where no order can be."""
+"""Plans of steps: where times are, and what is said where no order can be."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +14,8 @@ from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.program.columns import Program, RankWork, TaskKind, Tasks
-from stagewright.run.sections.execution import ISSUED_BY, Execution
 from stagewright.run.settings import Run
-from stagewright.time.simulate.rules import tables_of
-from stagewright.time.simulate.timeline import TICK, Timeline, timeline
-from timed import by_row, durations, row_by_row
+from stagewright.time.simulate.timeline import Timeline, timeline
 
 PP, MICROBATCHES = 4, 6
 SMALL: dict[str, Any] = {"model": "gpt2", "seq_length": 8}
@@ -43,20 +40,6 @@ def test_fragments_grow_with_actions_and_not_with_tasks() -> None:
         for layers in (2, 8)
     )
     assert few == many
-
-
-def test_programs_of_equal_structure_share_their_plan() -> None:
-    """Sizes differ, and so do durations; a row-by-row evaluation says the same of each."""
-    settings = {"pp": PP, "layers": PP, "global_batch_size": MICROBATCHES}
-    of = [compile(Run(**SMALL | settings | {"seq_length": length})).program for length in (8, 16)]
-    lines = [timeline(each, [t * TICK for t in durations(each, 3, False)]) for each in of]
-    assert lines[0].plan is lines[1].plan
-    assert lines[0].ticks != lines[1].ticks
-    for each, line in zip(of, lines, strict=True):
-        rows = by_row(each, durations(each, 3, False))
-        assert timeline(row_by_row(each), [t * TICK for t in rows]).ticks == line.ticks
-    fewer = program_of(PP, PP, global_batch_size=MICROBATCHES - 1)
-    assert simulated(fewer).plan is not lines[0].plan
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -147,28 +130,3 @@ def test_a_deadlock_names_collectives_too() -> None:
         "deadlock: rank 0 waits for backward.send of microbatch 0 from rank 1, which waits in "
         f"{name} for rank 0; change the order of the schedule"
     )
-
-
-class ExecutionRead:
-    """An execution, and the names of the settings that were read of it."""
-
-    def __init__(self, how: Execution, names: set[str]) -> None:
-        self.how, self.names = how, names
-
-    def __getattr__(self, name: str) -> Any:
-        self.names.add(name)
-        return getattr(self.how, name)
-
-
-def test_orders_follow_from_the_settings_by_which_they_are_remembered() -> None:
-    executions: list[dict[str, Any]] = [
-        {},
-        {"streams": "one"},
-        {"overlap_param_gather": True, "prefetch": 2, "no_overlap": frozenset({"dp"})},
-        {"launch_mode": "cuda_graph", "cuda_graph_modules": frozenset({"attn"})},
-    ]
-    names = set[str]()
-    for how in executions:
-        read = ExecutionRead(Execution(**how), names)
-        tables_of(program_of(1, dp=2, zero=1), cast("Execution", read))
-    assert names == {*ISSUED_BY}

@@ -318,14 +318,3 @@ class RankOrder:
         tag = (boundary * 2 + ~forward) * table.max_messages + local
         tags = (tag + microbatch * (self._num_stages * 2 * table.max_messages)) % MAX_TAG
         return np.where((local >= 0) & (microbatch >= 0), tags, local)
-
-    def cache_key(self) -> Sequence[object]:
-        """Cache key of `sources` and `tags`: dependencies, gathers, numbering of messages."""
-        table, schedule, deps = self.table, self.schedule, self.table.deps
-        classes: list[int] = np.unique(self.stage_classes).tolist()
-        gathering = [table.stages[c] for c in classes] if self.reuses_gathered else []
-        return (
-            deps.pass_part, deps.once_per_step, deps.stage, deps.segment_row, table.dep_part,
-            self.gathered_by, self.stage_classes, self.optimizer_index, self._num_stages,
-            table.max_messages, schedule.stages, *gathering,
-        )  # fmt: skip

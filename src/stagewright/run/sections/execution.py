@@ -1,7 +1,7 @@
 """Settings of the execution: what a framework overlaps, and what that costs."""
 
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
 
 from stagewright.errors import UserError, did_you_mean
 from stagewright.run.sections.declare import (
@@ -21,11 +21,6 @@ GRAPH_MODULES = ("attn", "mlp", "mamba", "moe_router", "moe_preprocess", "moe")
 """Modules of a layer that may be captured as CUDA graphs, in Megatron-LM's words."""
 
 ServingEngine = Literal["vllm", "sglang", "trtllm"]
-
-ISSUED_BY = (
-    "streams", "no_overlap", "prefetch", "overlap_param_gather", "overlap_moe_expert_parallel_comm"
-)  # fmt: skip
-"""The settings of an execution that its issue orders follow from (`time.simulate.rules`)."""
 
 _NOT_SHARDED = idle_axes("dp", "cp")
 
@@ -112,10 +107,6 @@ class Execution:
         "Decode with pp: time one step on an empty pipeline, not one of many.",
     )
     """By default pp batches are in flight, as in vLLM; see `time.simulate.steady`."""
-
-    def only(self, *names: str) -> Self:
-        """The execution with these settings, and the defaults of all others."""
-        return type(self)(**{name: getattr(self, name) for name in names})
 
     def __post_init__(self) -> None:
         for axis in sorted(self.no_overlap - set(DEGREES)):

@@ -16,7 +16,7 @@ How the time of a step comes about:
    some inputs plus durations, so a fragment is a (max, +) matrix from its input times, mostly
    registers and arrivals of messages, to its output times (`transfer`).
 7. `messages` finds who sends to whom. `plan` says where in one array the inputs and outputs of each
-   fragment of each class are; it follows from structure alone, and equal structures share it.
+   fragment of each class are; it follows from structure alone.
 8. `execute` lets each class issue its fragments in order: it waits for messages and other members
    of collectives, multiplies the inputs by the matrix, and writes the outputs. The latest is the
    end of the step.

@@ -2,24 +2,22 @@
 
 All times that fragments read and write are in one array: the registers of each lane, and the ends
 that each instance of a unit leaves for other fragments. Indices into it follow from schedule,
-dependencies and lanes; durations play no part, so that programs of equal structure share a plan.
+dependencies and lanes; durations play no part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
 
 from stagewright.arrays import Bool, Int, distinct_values
 from stagewright.program.columns import COLLECTIVE, ActionOrder, Program, numbers_among_copies
-from stagewright.run.sections.execution import ISSUED_BY, Execution
 from stagewright.time.simulate.lanes import LaneMap
 from stagewright.time.simulate.messages import MessageEnds, Messages, messages
-from stagewright.time.simulate.rules import IssueTable, tables_of
+from stagewright.time.simulate.rules import IssueTable
 from stagewright.time.simulate.transfer import (
     CARRIED,
     END,
@@ -315,61 +313,3 @@ def _without_implied(
         for sources in carried
     ]
     return replace(table, rules=replace(rules, carried=rules.carried.select(~implied))), retained
-
-
-# ---- cache ---------------------------------------------------------------------------------------
-
-
-def plan_of(program: Program, execution: Execution, lanes: LaneMap) -> StepPlan:
-    """Plan of a program; programs of equal structure share it, whatever their sizes."""
-    key = _structure(program, execution, lanes)
-    plan = _CACHE.get(key)
-    if plan is None:
-        plan = StepPlan(program, tables_of(program, execution), lanes)
-        if len(_CACHE) >= _MAX_CACHED:
-            del _CACHE[next(iter(_CACHE))]
-        if plan.num_times < _MAX_TIMES:
-            _CACHE[key] = plan
-    return plan
-
-
-_MAX_CACHED, _MAX_TIMES = 16, 1_000_000
-"""Structures whose plans are cached, and times of a plan that is too large to be cached."""
-_CACHE: dict[bytes, StepPlan] = {}
-
-
-def _structure(program: Program, execution: Execution, lanes: LaneMap) -> bytes:
-    """Cache key of a plan: all but sizes and durations."""
-    digest = blake2b(digest_size=16)
-
-    def add(*parts: object) -> None:
-        for part in parts:
-            if isinstance(part, np.ndarray):
-                digest.update(part.tobytes())
-            elif isinstance(part, str | int | tuple | frozenset):
-                digest.update(f"{part!r}".encode())
-            else:  # ids stay unique: orders keep these objects alive, and cached plans the orders
-                digest.update(b"%d" % id(part))
-            digest.update(b";")
-
-    degrees = [program.degrees_of(slot) for slot in range(len(program.communicators))]
-    names = [
-        tuple(program.mesh.degree_of(name) for names in parts for name in names)
-        for parts in degrees
-    ]
-    add(repr(execution.only(*ISSUED_BY)), repr(program.communicators), repr(names))
-    add(repr(program.peers), lanes.class_of, *lanes.groups, *lanes.peers)
-    tables: dict[int, int] = {}
-    for rank_class in program.classes:
-        actions, order = rank_class.work.actions, rank_class.work.order
-        add(order.action, order.begin, order.kind, order.stage, order.microbatch)
-        add(*order.cache_key(), tables.setdefault(id(actions.begin), len(tables)))
-        if len(tables) > tables[id(actions.begin)] + 1:
-            continue
-        tasks = actions.tasks
-        add(actions.begin, actions.part, actions.carried, tasks.data_ptr, tasks.data)
-        add(tasks.kind, tasks.phase, tasks.stage, tasks.layer, tasks.microbatch, tasks.collective)
-        add(tasks.slot, tasks.tag)
-        if execution.overlap_moe_expert_parallel_comm:
-            add(tasks.comm_bytes)
-    return digest.digest()

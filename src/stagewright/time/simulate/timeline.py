@@ -43,8 +43,8 @@ from stagewright.time.simulate.expand import (
 from stagewright.time.simulate.lanes import LaneMap
 from stagewright.time.simulate.launches import HostWork, LastHostWait, launch_times
 from stagewright.time.simulate.order import crosses_actions
-from stagewright.time.simulate.plan import StepPlan, plan_of
-from stagewright.time.simulate.rules import IssueTable
+from stagewright.time.simulate.plan import StepPlan
+from stagewright.time.simulate.rules import IssueTable, tables_of
 from stagewright.time.simulate.transfer import Fragments, TransferMatrix, transfer_matrix
 
 TICK = 1e-12
@@ -219,7 +219,7 @@ def timeline(
     slowdown = _slowdown_by_rank(program, slowdowns or {})
     ticks = [_ticks(*pair) for pair in zip(program.classes, seconds, strict=True)]
     lanes = LaneMap.of(program, slowdown)
-    plan = plan_of(program, execution, lanes)
+    plan = StepPlan(program, tables_of(program, execution), lanes)
     duration_sets = tuple(
         _duration_sets(table, lanes, ticks, slowdown[lanes.example], hosts) for table in plan.tables
     )
