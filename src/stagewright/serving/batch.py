@@ -22,10 +22,6 @@ class StepBatch(NamedTuple):
     """An arrival could change the batch."""
     skipped: Sequence[int] = ()
     """Decoding requests that get no token in this single step."""
-    repeatable: bool = False
-    """The scheduler need not be called again when requests finish.
-
-    That holds while no request waits or has a prefill, and blocks suffice."""
 
 
 class CacheRules(NamedTuple):

@@ -52,8 +52,8 @@ class _Watched(SchedulerWrapper):
     """Steps of the batch until a request finishes."""
 
     def schedule(self, engine: Engine) -> StepBatch:
-        """The scheduler's own batch, for which it is asked each time the batch changes."""
-        batch = self.scheduler.schedule(engine)._replace(repeatable=False)
+        """The scheduler's own batch."""
+        batch = self.scheduler.schedule(engine)
         if (engine.now <= self.at or not self.groups) and engine.running:
             self._keep(engine, batch)
         return batch

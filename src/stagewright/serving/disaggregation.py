@@ -188,7 +188,7 @@ class RemoteKvEngine(Engine):
         if self._steps > 1:
             self._steps = self.steps_until_visible(at - self.now, self.current_run)
             self.next_event = self.now + self.current_run.duration
-        self.scheduler, self._repeatable = _HALTED, False
+        self.scheduler = _HALTED
 
     def evict(self) -> list[EvictedRequest]:
         """Remove all requests, and free their blocks."""

@@ -16,7 +16,6 @@ from typing import NamedTuple, Protocol
 
 from stagewright.serving.batch import (
     NO_RUN,
-    UNLIMITED,
     BatchPlan,
     BatchTimes,
     CacheRules,
@@ -178,7 +177,6 @@ class Engine:
         # The current batch: its steps, seconds of the first step, and growth per step.
         self._batch = StepBatch()
         self._num_decodes = 0
-        self._repeatable = False
         self._steps, self._step_seconds, self._step_growth = NO_RUN
         self._visible_until = 0.0  # the next batch sees arrivals up to this time
 
@@ -438,22 +436,16 @@ class Engine:
     def _start_batch(self) -> None:
         """Move arrivals to `waiting`, schedule the next batch, and compute when it ends."""
         arrivals, waiting, queued_at = self.arrivals, self.waiting, self.queued_at
-        if arrivals and queued_at[arrivals[0]] <= self._visible_until:
+        while arrivals and queued_at[arrivals[0]] <= self._visible_until:
             waiting.append(arrivals.popleft())
-            while arrivals and queued_at[arrivals[0]] <= self._visible_until:
-                waiting.append(arrivals.popleft())
-        elif self._repeatable and self._finish_step and not waiting and self.reserve():
-            self._start_decode_run(len(self._finish_step), UNLIMITED, True)
-            return
         if not self.running and not waiting:
             self._wait_for_arrival()
             return
         self._batch = batch = self.scheduler.schedule(self)
-        prefill, decode, max_steps, interruptible, skipped, repeatable = batch
+        prefill, decode, max_steps, interruptible, skipped = batch
         decodes = len(self._finish_step) - len(skipped) if decode else 0
         if self.drafts is not None:  # accepted drafts change every step
-            max_steps, repeatable = 1, False
-        self._repeatable = repeatable and not prefill
+            max_steps = 1
         if prefill or skipped:
             self._steps, self._num_decodes = 1, decodes
             self.next_event = self.now + self._mixed_step_seconds(batch, decodes)

@@ -10,7 +10,6 @@ import math
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import count
 from typing import NamedTuple, Self
 
@@ -306,7 +305,6 @@ class KvTransfers:
         """Create transfers that have sent nothing; `cost`: from one engine to another."""
         self.handover, self.kv_transfer = handover, kv_transfer
         self._cost, self._links = cost, KvLinks(engines)
-        self._seconds = lru_cache(4096)(self._seconds_alone)
         self._in_flight: dict[int, int] = {}  # number of the transfer of each request
         self._transfers = count()
         self.decode_engine: dict[int, int] = {}
@@ -317,18 +315,15 @@ class KvTransfers:
         """True if caches leave before their prompts are complete."""
         return self.kv_transfer != "prompt"
 
-    def _seconds_alone(self, source: int, target: int, tokens: int, last: bool = True) -> float:
-        """Seconds of a transfer between two engines, alone on its links."""
-        return self._cost(source, target).seconds(tokens, last)
-
     def pull(self, at: float, request: int, tokens: int, target: int) -> tuple[float, int]:
         """Send the cache of a prompt; return when it arrives, and the number of the transfer."""
         handover = self.handover
         source = handover.engine[request]
-        seconds = self._seconds(source, target, tokens)
+        cost = self._cost(source, target)
+        seconds = cost.seconds(tokens)
         begins = self._links.send(source, target, at, seconds)
         handover.begins[request], handover.arrives[request] = begins, begins + seconds
-        handover.bytes[request] = self._cost(source, target).bytes(tokens)
+        handover.bytes[request] = cost.bytes(tokens)
         handover.tokens[request] = tokens
         self._in_flight[request] = number = next(self._transfers)
         return begins + seconds, number
@@ -352,7 +347,7 @@ class KvTransfers:
         for request, tokens, last_chunk, begin, end in engine.computed:
             source, target = handover.engine[request], self.decode_engine[request]
             cost = self._cost(source, target)
-            seconds = self._seconds(source, target, tokens, last_chunk)
+            seconds = cost.seconds(tokens, last_chunk)
             leaves, last_layer = end, 0.0
             if self.kv_transfer == "layer":
                 last_layer = cost.seconds(tokens, last_chunk, parts=cost.layers)

@@ -8,10 +8,6 @@ from dataclasses import dataclass
 from stagewright.serving.batch import UNLIMITED, StepBatch
 from stagewright.serving.engine import Engine
 
-DECODE_ONLY = StepBatch(repeatable=True)
-FULL = StepBatch(interruptible=False)
-"""Decode step with `max_num_seqs` running requests: arrivals have to wait."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vllm:
@@ -79,8 +75,6 @@ class Vllm:
             prefill, skipped, budget = self._schedule_running(engine)
         elif remaining:
             budget = self._continue_prefill(engine, budget, prefill)
-        elif not waiting:  # most steps
-            return DECODE_ONLY if len(engine.running) < self.max_num_seqs else FULL
         preempted = len(waiting) > num_waiting
         if waiting and not preempted:
             self._admit(engine, budget, prefill)
