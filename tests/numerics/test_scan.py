@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagewright.algebra.size import Size
+from stagewright.algebra.size import Size, size
 from stagewright.graph.cost import flops, traffic
 from stagewright.graph.make import apply, leaf
 from stagewright.graph.node import Node
@@ -129,7 +129,7 @@ def test_delta_rule_in_chunks(kernel: str) -> None:
             leaf("input", tuple(x.upper()), "bf16", "x") for x in spec.split("->")[0].split(",")
         ]
         within = apply(
-            op, spec, *srcs, chunk=L, out=(*srcs[0].shape[:3], srcs[2].shape[3], Size.parse("L"))
+            op, spec, *srcs, chunk=L, out=(*srcs[0].shape[:3], srcs[2].shape[3], size("L"))
         )
         solve = L * L // 2 if op == "delta_inverse" else 0  # L / 4 multiply-adds per element
         assert flops(within, extent) == B * S * G * H * (round(2 * L * N * HALF) + solve)

@@ -2,8 +2,8 @@
 
 >>> B, S, H, dp = map(size, ["B", "S", "H", "dp"])
 >>> tokens = B * S / dp
->>> 2 * tokens * H + ceil_div("V", "tp") - 1
-2*B*S*H/dp + ceil(V/tp) - 1
+>>> 2 * tokens * H - 1
+2*B*S*H/dp - 1
 >>> tokens.value({"B": 8, "S": 4096, "dp": 4})
 8192
 >>> tokens.subs({"B": 8 * dp}) is 8 * S
@@ -16,28 +16,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache, reduce
 from numbers import Rational
 from operator import index
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 from weakref import WeakValueDictionary
 
-
-class Opaque(NamedTuple):
-    """A factor that the algebra treats as a symbol: `ceil(p)` or `max(p, q, ...)`."""
-
-    fn: str
-    args: frozenset[Size]  # Unordered, as max is; interned sizes make == and hash cheap.
-    whole: bool  # Whether every value is whole; follows from the other two.
-
-
-Atom: TypeAlias = str | Opaque  # A str is a symbol.
-Term: TypeAlias = frozenset[tuple[Atom, int]]  # {("S", 1), ("tp", -1)} is S/tp; no exponent is 0.
+Term: TypeAlias = frozenset[tuple[str, int]]  # {("S", 1), ("tp", -1)} is S/tp; no exponent is 0.
 Number: TypeAlias = int | Fraction  # An int wherever whole: ints are ten times as fast.
-_Row: TypeAlias = tuple[int, int, list[tuple[Atom, int]], list[tuple[Atom, int]]]
+_Row: TypeAlias = tuple[int, int, list[tuple[str, int]], list[tuple[str, int]]]
 
 _ONE: Term = frozenset()
 _FIRST = {"B": 0, "S": 1}  # Batch and sequence print first, as shapes are written.
@@ -54,18 +44,18 @@ def _operator(meaning: Callable[[Size, Size], Size]) -> Callable[[Size, Size | N
 
 
 class Size:
-    """An immutable sum of coefficient * product(atom ** int), made by `size` and arithmetic.
+    """An immutable sum of coefficient * product(symbol ** int), made by `size` and arithmetic.
 
     Equal sizes are one object. A constant equals its int or Fraction, and hashes like it.
     """
 
-    __slots__ = ("__weakref__", "_hash", "_plan", "_symbols", "_text", "terms")
+    __slots__ = ("__weakref__", "_hash", "_rows", "_symbols", "_text", "terms")
     __array_ufunc__ = None  # So that numpy.int64(2) * size is a Size, not an array of one.
     terms: frozenset[tuple[Term, Number]]
     _hash: int
     _text: str | None
     _symbols: frozenset[str] | None
-    _plan: tuple[list[tuple[Opaque, list[list[_Row]]]], list[_Row]] | None
+    _rows: list[_Row] | None
 
     def __new__(cls, terms: Mapping[Term, Number]) -> Size:
         """Return the one size that has these terms; coefficients may be zero."""
@@ -74,27 +64,16 @@ class Size:
         if self is None:
             self = super().__new__(cls)
             self.terms = key
-            self._text = self._symbols = self._plan = None
+            self._text = self._symbols = self._rows = None
             self._hash = hash(_constant(self) if self.is_number else key)
             _INTERNED[key] = self
         return self
 
-    @classmethod
-    def parse(cls, text: str) -> Size:
-        """Read what `str` prints; a ValueError names the column where that fails.
-
-        >>> Size.parse("2*B*S/dp - max(S, 1)^2/3 + ceil(V/tp)*H")
-        2*B*S/dp + ceil(V/tp)*H - 1/3*max(S, 1)^2
-        """
-        return _parse(text)
-
     @property
     def symbols(self) -> frozenset[str]:
-        """The names of all symbols, including those inside ceil and max."""
+        """The names of all symbols."""
         if self._symbols is None:
-            parts = [self, *(arg for atom in opaque_atoms([self]) for arg in atom.args)]
-            atoms = (a for x in parts for term, _ in x.terms for a, _ in term)
-            self._symbols = frozenset(a for a in atoms if isinstance(a, str))
+            self._symbols = frozenset(name for term, _ in self.terms for name, _ in term)
         return self._symbols
 
     @property
@@ -107,17 +86,23 @@ class Size:
 
         A ValueError says where a sum would end up in a denominator.
         """
-        new: dict[Atom, Size] = {n: size(values[n]) for n in self.symbols if n in values}
+        new = {n: size(values[n]) for n in self.symbols if n in values}
         if not new:
             return self
-        for atom in opaque_atoms([self]):
-            new[atom] = _call(atom.fn, [replace_atoms(arg, new) for arg in atom.args])
-        return replace_atoms(self, new)
+        parts: list[Size] = []
+        for term, c in self.terms:
+            part = Size({frozenset([(name, e) for name, e in term if name not in new]): c})
+            for name, e in term:
+                if name in new:
+                    power = new[name] ** abs(e)
+                    part = _mul(part, power) if e > 0 else _divide(part, power)
+            parts.append(part)
+        return total(parts)
 
     def value(self, values: Mapping[str, int]) -> int:
         """Return the exact whole number; a ValueError says what is missing or does not divide.
 
-        >>> Size.parse("H/tp").value({"H": 64, "tp": 6})
+        >>> size("H/tp").value({"H": 64, "tp": 6})
         Traceback (most recent call last):
         ValueError: H/tp = 64/6 is not a whole number with {'H': 64, 'tp': 6}
         """
@@ -125,25 +110,20 @@ class Size:
         if isinstance(number, int):
             return number
         # 64/6 says more than 32/3: its numbers are the user's own.
-        under = common_denominator([self])
+        under = _common_denominator(self)
         shown = f"{(self * under)._evaluate(values)}/{under._evaluate(values)}"
         raise ValueError(f"{self} = {shown} is not a whole number with {self._given(values)}")
 
     def _evaluate(self, values: Mapping[str, int]) -> Number:
-        if self._plan is None:
-            steps = [(atom, [_rows(arg) for arg in atom.args]) for atom in opaque_atoms([self])]
-            self._plan = steps, _rows(self)
-        steps, rows = self._plan
+        if self._rows is None:
+            self._rows = _rows(self)
         try:
             # numpy's integers, which overflow in silence, become Python's.
-            known: dict[Atom, Number] = {name: index(values[name]) for name in self.symbols}
-            for atom, args in steps:
-                known[atom] = most = max([_add_up(arg, known) for arg in args])
-                if atom.fn == "ceil":
-                    known[atom] = math.ceil(most)
-            return _add_up(rows, known)
+            return _add_up(self._rows, {name: index(values[name]) for name in self.symbols})
         except KeyError:
-            raise ValueError(missing_values(self, values)) from None
+            lacking = ", ".join(map(repr, sorted(self.symbols - values.keys())))
+            known = sorted(values)
+            raise ValueError(f"{self} needs a value for {lacking}; known: {known}") from None
         except (TypeError, ZeroDivisionError) as error:
             raise ValueError(f"{self}: {error}, with {self._given(values)}") from None
 
@@ -189,9 +169,9 @@ class Size:
         return half * half * self if n % 2 else half * half
 
     def __str__(self) -> str:
-        """Print the normal form, the same in every process; `parse` reads it back."""
+        """Print the normal form, the same in every process; `size` reads it back."""
         if self._text is None:
-            self._text = render(self, atom_names([self]))
+            self._text = _render(self)
         return self._text
 
     __repr__ = __str__
@@ -212,7 +192,7 @@ def size(x: SizeLike) -> Size:
     (S + 2, B*S/dp)
     """
     if isinstance(x, str):
-        return symbol(x) if x.isidentifier() else _parse(x)
+        return _symbol(x) if x.isidentifier() else _parse(x)
     out = _operand(x)
     if out is None:
         raise TypeError(f"a size is a whole number, a fraction or a str, not {x!r}")
@@ -231,7 +211,7 @@ def total(sizes: Iterable[SizeLike]) -> Size:
 def product(sizes: Iterable[SizeLike]) -> Size:
     """Return the product; the empty product is 1."""
     number: Number = 1
-    exponents: dict[Atom, int] = {}
+    exponents: dict[str, int] = {}
     sums: list[Size] = []
     for x in map(size, sizes):
         if len(x.terms) != 1:
@@ -239,40 +219,10 @@ def product(sizes: Iterable[SizeLike]) -> Size:
             continue
         ((term, c),) = x.terms
         number *= c
-        for atom, e in term:
-            exponents[atom] = exponents.get(atom, 0) + e
+        for name, e in term:
+            exponents[name] = exponents.get(name, 0) + e
     single = Size({frozenset([(a, e) for a, e in exponents.items() if e]): number})
     return reduce(_mul, sums, single)
-
-
-def ceil_div(a: SizeLike, b: SizeLike) -> Size:
-    """Return a / b rounded up, for a single term `b`; terms known to be whole leave the ceil.
-
-    >>> ceil_div(7, 2), ceil_div("B*S", "S"), ceil_div("V", "tp"), ceil_div("V + tp", "tp")
-    (4, B, ceil(V/tp), ceil(V/tp) + 1)
-    """
-    return _call("ceil", [_divide(size(a), size(b))])
-
-
-def maximum(*sizes: SizeLike) -> Size:
-    """Return the largest of one or more sizes; sizes that differ by a number are decided at once.
-
-    >>> maximum(3, 5), maximum("S", "S + 1"), maximum("H/tp", 1)
-    (5, S + 1, max(H/tp, 1))
-    """
-    best: dict[Size, Number] = {}  # From a size without its constant to the largest constant.
-    for x in map(size, sizes):
-        atoms = _outer([x])
-        nested = len(atoms) == 1 and atoms[0].fn == "max" and x == symbol(atoms[0])
-        for arg in atoms[0].args if nested else [x]:
-            c = _constant(arg)
-            best[arg - c] = max(c, best.get(arg - c, c))
-    args = frozenset([rest + c for rest, c in best.items()])
-    if not args:
-        raise ValueError("maximum needs at least one size")
-    if len(args) == 1:
-        return next(iter(args))
-    return symbol(Opaque("max", args, all(map(is_whole, args))))
 
 
 def _operand(x: object) -> Size | None:
@@ -295,9 +245,8 @@ def _number(x: Number) -> Size:
 
 
 @lru_cache(4096)
-def symbol(atom: Atom) -> Size:
-    """The size that is this symbol, ceil or max."""
-    return Size({frozenset({(atom, 1)}): 1})
+def _symbol(name: str) -> Size:
+    return Size({frozenset({(name, 1)}): 1})
 
 
 def _mul(a: Size, b: Size) -> Size:
@@ -311,9 +260,9 @@ def _mul_cached(a: Size, b: Size) -> Size:
     for s, c in a.terms:
         for t, d in b.terms:
             factors = dict(s)
-            for atom, e in t:
-                factors[atom] = factors.get(atom, 0) + e
-            term = frozenset([(atom, e) for atom, e in factors.items() if e])
+            for name, e in t:
+                factors[name] = factors.get(name, 0) + e
+            term = frozenset([(name, e) for name, e in factors.items() if e])
             out[term] = out.get(term, 0) + c * d
     return Size(out)
 
@@ -327,7 +276,7 @@ def _divide(a: Size, b: Size) -> Size:
 @lru_cache(4096)
 def _inverse(x: Size) -> Size:
     ((term, c),) = x.terms
-    return Size({frozenset([(atom, -e) for atom, e in term]): 1 / Fraction(c)})
+    return Size({frozenset([(name, -e) for name, e in term]): 1 / Fraction(c)})
 
 
 def _constant(x: Size) -> Number:
@@ -336,67 +285,18 @@ def _constant(x: Size) -> Number:
 
 def is_whole(x: Size) -> bool:
     """True if the form shows that the value is whole for all whole symbols."""
-    return all(type(c) is int and all(map(_is_whole_factor, term)) for term, c in x.terms)
+    return all(type(c) is int and all(e > 0 for _, e in term) for term, c in x.terms)
 
 
-def _is_whole_factor(factor: tuple[Atom, int]) -> bool:
-    return factor[1] > 0 and (isinstance(factor[0], str) or factor[0].whole)
-
-
-def _call(fn: str, args: Sequence[Size]) -> Size:
-    """Apply `ceil`, `max` or, where `fn` is empty, a parenthesis."""
-    if fn == "max":
-        return maximum(*args)
-    if len(args) != 1:
-        raise ValueError(f"{fn or 'a parenthesis'} holds one size, got {', '.join(map(str, args))}")
-    if not fn:
-        return args[0]
-    parts = [Size({t: c}) for t, c in args[0].terms]
-    whole = total(x for x in parts if is_whole(x))
-    rest = args[0] - whole
-    if rest.is_number:
-        return whole + math.ceil(_constant(rest))
-    return whole + symbol(Opaque("ceil", frozenset({rest}), True))
-
-
-def _outer(sizes: Iterable[Size]) -> list[Opaque]:
-    return [a for x in sizes for term, _ in x.terms for a, _ in term if isinstance(a, Opaque)]
-
-
-def opaque_atoms(sizes: Iterable[Size]) -> list[Opaque]:
-    """Every ceil and max in `sizes`, once, each after those inside it (without recursion)."""
-    done: dict[Opaque, None] = {}
-    stack = _outer(sizes)
-    while stack:
-        inner = [atom for atom in _outer(stack[-1].args) if atom not in done]
-        stack += inner
-        if not inner:
-            done[stack.pop()] = None
-    return list(done)
-
-
-def replace_atoms(x: Size, new: Mapping[Atom, Size]) -> Size:
-    """The size with the factors in `new` replaced; atoms inside a ceil or max are not looked at."""
-    parts: list[Size] = []
-    for term, c in x.terms:
-        part = Size({frozenset([(a, e) for a, e in term if a not in new]): c})
-        for atom, e in term:
-            if atom in new:
-                power = new[atom] ** abs(e)
-                part = _mul(part, power) if e > 0 else _divide(part, power)
-        parts.append(part)
-    return total(parts)
-
-
-def common_denominator(sizes: Iterable[Size], even: bool = False) -> Size:
-    """The least single term that clears all divisions; `even`: with even exponents only."""
+def _common_denominator(x: Size) -> Size:
+    """The least single term that clears all divisions."""
     number = 1
-    exponents: dict[Atom, int] = {}
-    for term, c in [pair for x in sizes for pair in x.terms]:
+    exponents: dict[str, int] = {}
+    for term, c in x.terms:
         number = math.lcm(number, c.denominator)
-        for atom, e in term:
+        for name, e in term:
             if e < 0:
-                exponents[atom] = max(exponents.get(atom, 0), -e + (even and e % 2))
+                exponents[name] = max(exponents.get(name, 0), -e)
     return Size({frozenset(exponents.items()): number})
 
 
@@ -413,16 +313,16 @@ def _rows(x: Size) -> list[_Row]:
     ]
 
 
-def _add_up(rows: list[_Row], known: Mapping[Atom, Number]) -> Number:
+def _add_up(rows: list[_Row], known: Mapping[str, int]) -> Number:
     whole: Number = 0
     rest: Number = 0
     p: Number
     q: Number
     for p, q, above, below in rows:
-        for atom, e in above:
-            p *= known[atom] ** e
-        for atom, e in below:
-            q *= known[atom] ** e
+        for name, e in above:
+            p *= known[name] ** e
+        for name, e in below:
+            q *= known[name] ** e
         quotient, left = divmod(p, q)  # Most divisions come out even, and Fraction is slow.
         whole += quotient
         if left:
@@ -430,45 +330,24 @@ def _add_up(rows: list[_Row], known: Mapping[Atom, Number]) -> Number:
     return whole + rest
 
 
-def missing_values(x: Size, values: Mapping[str, object]) -> str:
-    """The message of the error that says which symbols of `x` have no value."""
-    lacking = ", ".join(repr(name) for name in sorted(x.symbols) if name not in values)
-    return f"{x} needs a value for {lacking}; known: {sorted(values)}"
-
-
 # --- Text ----------------------------------------------------------------------------------------
 
 
-def atom_names(sizes: Iterable[Size]) -> dict[Atom, str]:
-    """The text of each ceil and max in `sizes`."""
-    names: dict[Atom, str] = {}
-    for atom in opaque_atoms(sizes):
-        args = sorted([(arg.is_number, render(arg, names)) for arg in atom.args])
-        names[atom] = f"{atom.fn}({', '.join([text for _, text in args])})"
-    return names
-
-
-def in_printed_order(
-    x: Size, names: Mapping[Atom, str]
-) -> list[tuple[list[tuple[str, int]], Number]]:
+def _in_printed_order(x: Size) -> list[tuple[list[tuple[str, int]], Number]]:
     """Terms, and factors in them, as they print: high powers first, the constant last."""
 
     def rank(factor: tuple[str, int]) -> tuple[int, str, str, int]:
         name, e = factor
         return _FIRST.get(name, len(_FIRST)), name.casefold(), name, -e
 
-    named = [
-        ([(a if isinstance(a, str) else names[a], e) for a, e in term], c) for term, c in x.terms
-    ]
-    terms = [(sorted(factors, key=rank), c) for factors, c in named]
+    terms = [(sorted(term, key=rank), c) for term, c in x.terms]
     terms.sort(key=lambda t: (-sum([e for _, e in t[0] if e > 0]), not t[0], [*map(rank, t[0])]))
     return terms
 
 
-def render(x: Size, names: Mapping[Atom, str]) -> str:
-    """The text of a size; `names` has the text of each ceil and max in it."""
+def _render(x: Size) -> str:
     out: list[str] = []
-    for factors, c in in_printed_order(x, names):
+    for factors, c in _in_printed_order(x):
         powers = [(name if abs(e) == 1 else f"{name}^{abs(e)}", e) for name, e in factors]
         above = [text for text, e in powers if e > 0]
         if abs(c) != 1 or not above:
@@ -480,15 +359,13 @@ def render(x: Size, names: Mapping[Atom, str]) -> str:
 
 # One power at a time, as people read towers of them in two ways.
 _POWER = r"(?:\^|\*\*)\s*-?[0-9]+(?!\s*(?:\^|\*\*))"
-_TOKEN = re.compile(rf"\s*({_POWER}|(?:ceil|max)?\s*\(|[-+*/,)]|[^-+*/,()^\s]+|\S)")
+_TOKEN = re.compile(rf"\s*({_POWER}|[-+*/()]|[^-+*/,()^\s]+|\S)")
 
 
 @dataclass(slots=True)
 class _Open:
     """State of the parser since a parenthesis opened."""
 
-    fn: str = ""
-    args: list[Size] = field(default_factory=list[Size])
     terms: list[Size] = field(default_factory=list[Size])
     term: Size = field(default_factory=lambda: _number(1))
     divide: bool = False
@@ -503,17 +380,17 @@ def _parse(text: str) -> Size:
         if operand is None:  # Expected: a number, a symbol, or what may precede one.
             if token == "-":
                 opened.term = -opened.term
-            elif token[-1] == "(":
-                stack.append(_Open(token[:-1].rstrip()))
+            elif token == "(":
+                stack.append(_Open())
             elif token.isascii() and token.isdecimal():
                 operand = _number(int(token))
             elif token.isidentifier():
-                operand = symbol(token)
+                operand = _symbol(token)
             else:
                 break
         elif token[0] in "^*" and len(token) > 1:
             operand **= int(token.lstrip("^* "))
-        elif token in {"*", "/", "+", "-", ",", ")"}:
+        elif token in {"*", "/", "+", "-", ")"}:
             opened.term = (
                 _divide(opened.term, operand) if opened.divide else _mul(opened.term, operand)
             )
@@ -521,11 +398,8 @@ def _parse(text: str) -> Size:
             if token not in "*/":
                 opened.terms.append(opened.term)
                 opened.term = _number(-1 if token == "-" else 1)
-            if token in ",)":
-                opened.args.append(total(opened.terms))
-                opened.terms = []
             if token == ")":
-                operand = _call(opened.fn, opened.args)
+                operand = total(opened.terms)
                 stack.pop()
             if not stack:
                 break
