@@ -19,7 +19,7 @@ import numpy as np
 
 from stagewright import blocks as model_blocks
 from stagewright.algebra.index import Spec, parse
-from stagewright.algebra.layout import Layout, group_index
+from stagewright.algebra.layout import Layout
 from stagewright.algebra.size import Size, size
 from stagewright.blocks import Block, Recipe
 from stagewright.graph.cost import indices
@@ -48,6 +48,16 @@ BELOW = {
     "token_positions": "S",
 }
 """The dim whose size the integers of an input stay below."""
+
+
+def group_index(
+    axis_sizes: Mapping[str, int], axes: tuple[str, ...], coords: Mapping[str, int]
+) -> int:
+    """Index of a rank inside the joint group of `axes`, outermost axis first."""
+    index = 0
+    for axis in axes:
+        index = index * axis_sizes[axis] + coords[axis]
+    return index
 
 
 class Spmd:

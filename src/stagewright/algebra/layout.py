@@ -13,7 +13,7 @@ same value.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -271,13 +271,3 @@ def _merge_neighbours(singles: Iterator[Move]) -> Iterator[Move]:
         last = move
     if last is not None:
         yield last
-
-
-def group_index(
-    axis_sizes: Mapping[str, int], axes: tuple[str, ...], coords: Mapping[str, int]
-) -> int:
-    """Index of a rank inside the joint group of `axes`, outermost axis first."""
-    index = 0
-    for axis in axes:
-        index = index * axis_sizes[axis] + coords[axis]
-    return index

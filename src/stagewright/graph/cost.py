@@ -1,7 +1,7 @@
 """Costs of a node: floating-point operations, and bytes of device memory.
 
-`extent` says how large an index is on one rank: symbolically for closed forms, as an integer when
-lowering.
+`extent` says how large an index is on one rank: a whole number, or a fraction where experts share
+tokens evenly.
 """
 
 from __future__ import annotations
@@ -91,24 +91,21 @@ def attended(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
         return q * k
     if n.get("compress") is not None:
         whole = extent(sizes["q"], ())
-        pairs = _with_compressed(n, whole)
-        return pairs * q // whole if isinstance(whole, int) else pairs * q / whole
+        return _with_compressed(n, whole) * q // whole
     chunk: Any = n.get("chunk") or 0
-    if isinstance(k, int) and chunk and int(chunk) < k:
+    if chunk and int(chunk) < k:
         whole, rest = divmod(k, int(chunk))
         return q * (whole * int(chunk) ** 2 + rest**2) // (2 * k)
-    if isinstance(k, int) and window and int(window) < k:
+    if window and int(window) < k:
         w = int(window)
         own = (k - w) * int(block) if block > 1 else 0  # half of a query's own block is behind it
         return q * (2 * w * k - w * w - own) // (2 * k)
-    return q * k // 2 if isinstance(k, int) else q * k / 2
+    return q * k // 2
 
 
-def _with_compressed(n: Node, q: Any) -> Any:
+def _with_compressed(n: Node, q: int) -> int:
     """Pairs of a query and a compressed key, and those of the window beside these."""
     each, window = (int(n.get(x) or 0) for x in ("compress", "window"))  # pyright: ignore
-    if not isinstance(q, int):
-        return q * q / (2 * each) + q * window
     pairs = compressed_pairs(q, each, int(n.get("top") or 0))  # pyright: ignore
     inside = min(q, window)
     return pairs + inside * (inside + 1) // 2 + (q - inside) * window
@@ -134,10 +131,6 @@ def _reads_in_part(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> l
     return found
 
 
-def _bytes_per_block(count: Any, block: int) -> Any:
-    return -(-count // block) if isinstance(count, int) else count / block
-
-
 def bytes_per_value(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
     """Bytes of an element; of a matrix in few bits, with the element's part of a group's scale."""
     of = n.binding.param
@@ -160,11 +153,9 @@ def _bytes(elements: Any, n: Node, extent: Callable[[Size, tuple[str, ...]], Any
 
 def _whole(count: Any) -> Any:
     """Round up: rows that experts share evenly, and bytes, may be fractions."""
-    if isinstance(count, int):  # most are, and asking whether one is a Fraction takes longer
-        return count
     if isinstance(count, float):
         return int(count)
-    return math.ceil(count) if isinstance(count, Fraction) else count
+    return math.ceil(count)
 
 
 def traffic(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Work:
@@ -192,7 +183,7 @@ def traffic(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Work:
         # Scores in fp32, of blocks the highest one, are written and read again by the selection.
         each = 8 * extents(n, extent).get("g", 1)
         block: Any = n.get("top_block") or 1
-        written = written + _bytes_per_block(attended(n, extent) * each, int(block))
+        written = written + -(-attended(n, extent) * each // int(block))
     if row is not None and row.scratch is not None:
         written = written + row.scratch(n, extents(n, extent))
     work = flops(n, extent)

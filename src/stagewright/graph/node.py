@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from stagewright.algebra.layout import Layout
-from stagewright.algebra.size import Size, product, size
+from stagewright.algebra.size import Size
 from stagewright.graph.roles import UNBOUND, Binding, Role
 
 PHASES = ("forward", "recompute", "backward", "optimizer")
@@ -75,12 +75,6 @@ class Node:
 
     def __repr__(self) -> str:
         return f"{self.name or self.op}: {self.layout.show(tuple(map(str, self.shape)))}"
-
-    @property
-    def local_shape(self) -> tuple[Size, ...]:
-        """Sizes of the part that one rank holds, for splits that divide."""
-        dims = zip(self.shape, self.layout.dims, strict=True)
-        return tuple(d / product(size(a) for a in axes) if axes else d for d, axes in dims)
 
 
 NO_NODES: Mapping[Node, Node] = {}

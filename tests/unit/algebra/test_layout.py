@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import cases, times
-from spmd import Coords, Spmd
+from spmd import Coords, Spmd, group_index
 from stagewright.algebra.layout import (
     Layout,
     Mesh,
     Move,
     collective,
-    group_index,
     layout_after,
     moves,
     replicated,

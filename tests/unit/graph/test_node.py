@@ -100,9 +100,8 @@ def chain(length: int, name: str) -> Graph:
     return Graph.of([n], {"y": n})
 
 
-def test_local_shape() -> None:
+def test_repr() -> None:
     n = replace(x(), layout=split("dp", "cp tp", ""))
-    assert tuple(map(str, n.local_shape)) == ("B/dp", "S/cp/tp", "M")
     assert repr(n) == "x: [B/dp, S/cp/tp, M]"
 
 
