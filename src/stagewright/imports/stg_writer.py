@@ -278,7 +278,6 @@ class ModelContext:
     fields: dict[str, Any] = field(default_factory=dict[str, Any])
     names: dict[str, str] = field(default_factory=dict[str, str])
     """Names of values and parameters that modules share."""
-    own_sizes: dict[str, Size] = field(default_factory=dict[str, Size])
 
 
 class ModuleWriter:

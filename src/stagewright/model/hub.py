@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from stagewright.errors import UserError
@@ -27,14 +26,14 @@ def is_id(name: str) -> bool:
     return "/" in name and bool(_ID.fullmatch(name)) and not is_path
 
 
-def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+def cache_folder() -> Path:
     """The folder of the cache, as huggingface_hub finds it (`huggingface_hub.constants`)."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        if environment.get(name):
-            return Path(os.path.expandvars(environment[name])).expanduser()
-    if environment.get("HF_HOME"):
-        return Path(os.path.expandvars(environment["HF_HOME"])).expanduser() / "hub"
-    home = environment.get("XDG_CACHE_HOME") or "~/.cache"
+        if os.environ.get(name):
+            return Path(os.path.expandvars(os.environ[name])).expanduser()
+    if os.environ.get("HF_HOME"):
+        return Path(os.path.expandvars(os.environ["HF_HOME"])).expanduser() / "hub"
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(home).expanduser() / "huggingface" / "hub"
 
 

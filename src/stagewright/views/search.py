@@ -174,9 +174,9 @@ def _cell(name: str, value: Any) -> Any:
 # ---- the best ------------------------------------------------------------------------------------
 
 
-def best(ranking: Ranking, most: int | None = None) -> Table:
+def best(ranking: Ranking) -> Table:
     """Table of the best candidates: settings, time, memory, and what limits them."""
-    candidates, indices = ranking.candidates, ranking.listed[:most]
+    candidates, indices = ranking.candidates, ranking.listed
     rows, figures = indices.tolist(), every(ranking, indices).columns
     names, shares = ranking.options.objectives, [_shares(ranking, row) for row in rows]
     exposed = [

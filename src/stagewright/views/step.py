@@ -118,7 +118,7 @@ def title(step: SimulatedStep) -> str:
     return f"{describe(step.compiled.run, step.timeline.execution)} on {step.machine}"
 
 
-def step_text(step: SimulatedStep, price: float | None = None) -> Iterator[str | Table]:
+def step_text(step: SimulatedStep) -> Iterator[str | Table]:
     """A simulated step: its time, where it goes, memory, power, remarks."""
     run, fit = step.compiled.run, step.fit
     yield title(step)
@@ -146,7 +146,7 @@ def step_text(step: SimulatedStep, price: float | None = None) -> Iterator[str |
     if step.compiled.capacity is not None:
         yield hold_line(step.compiled.capacity)
     yield _critical_path(step.critical_path, step.seconds)
-    expense = step.expense(price)
+    expense = step.expense()
     usd = expense.usd_per_million_tokens
     yield (
         f"power: {expense.watts_per_gpu:,.0f} W per GPU, {expense.joules_per_token:.3g} J per token"

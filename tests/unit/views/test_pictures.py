@@ -166,14 +166,6 @@ def test_bars_say_all_values():
         assert value in words
 
 
-def test_bars_with_one_longest_bar_have_one_scale():
-    short, long = bars.StackedBar("a", {"x": 1.0}), bars.StackedBar("b", {"x": 4.0})
-    both = root(bars.picture([short, long], {}, "n", "x", scales.SECONDS))
-    alone = root(bars.picture([short], {}, "n", "x", scales.SECONDS, longest=4.0))
-    first = next(r.attrib["width"] for r in both.iter("rect") if r.find("title") is not None)
-    assert [r.attrib["width"] for r in alone.iter("rect") if r.find("title") is not None] == [first]
-
-
 def test_a_colour_means_one_thing():
     """On all pages: only what is the same has the same colour."""
     fills = {

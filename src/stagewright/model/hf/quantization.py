@@ -329,10 +329,10 @@ def _integers(bits: int, scale_bits: int, group: int) -> Stored:
     return Stored(f"int{bits}", scale_bits, 1, max(0, group))
 
 
-def _pair(value: object, key: str, most: int = 2**20) -> tuple[int, int]:
+def _pair(value: object, key: str) -> tuple[int, int]:
     """The sides of a block."""
     sides = cast("list[Any]", value) if isinstance(value, list) else []
-    if len(sides) != 2 or not all(type(n) is int and 1 <= n <= most for n in sides):
+    if len(sides) != 2 or not all(type(n) is int and 1 <= n <= 2**20 for n in sides):
         raise Unreadable(f"{key} of quantization_config is no pair of sizes")
     return sides[0], sides[1]
 

@@ -1,7 +1,7 @@
 """The charts of a run, for its page, notebooks and files: each a picture with its numbers.
 
 Charts of several runs take what they have in common, such as the longest step, so that they have
-one scale. `name` begins the ids of a picture, which are unique on a page.
+one scale. Names that begin the ids of pictures are unique on a page.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MIN_AXIS_SHARE = 1e-3
 # ---- time ----------------------------------------------------------------------------------------
 
 
-def time(step: SimulatedStep, name: str = "time") -> Chart:
+def time(step: SimulatedStep) -> Chart:
     """Parts of the step as shares, for the mean GPU and for groups of ranks that differ."""
     seconds = step.seconds
     rows = [
@@ -55,15 +55,15 @@ def time(step: SimulatedStep, name: str = "time") -> Chart:
         "for its host."
     )
     fills = fills_of_time([step.mean])
-    return Chart(bars.picture(rows, fills, name, label, SHARE), caption, step_tables.parts(step))
+    return Chart(bars.picture(rows, fills, "time", label, SHARE), caption, step_tables.parts(step))
 
 
-def time_of_runs(steps: Mapping[str, SimulatedStep], name: str = "time") -> Chart:
+def time_of_runs(steps: Mapping[str, SimulatedStep]) -> Chart:
     """Seconds of the mean GPU of several runs by part, on one scale."""
     rows = [bars.StackedBar(run, parts_of_time(step.mean)) for run, step in steps.items()]
     label = "Where the time of the mean GPU goes"
     fills = fills_of_time([step.mean for step in steps.values()])
-    picture = bars.picture(rows, fills, name, label, SECONDS)
+    picture = bars.picture(rows, fills, "time", label, SECONDS)
     caption = "Seconds of a step of the mean GPU: kernels by phase, exposed communication, waiting."
     return Chart(picture, caption, table_of_bars(label, rows, "run", "s"))
 
@@ -194,24 +194,19 @@ def _device(capacity: int | None) -> bars.Limit | None:
 
 
 def peak_memory(
-    compiled: CompiledRun,
-    step: SimulatedStep | None,
-    numbers: Summary | None = None,
-    name: str = "peak",
+    compiled: CompiledRun, step: SimulatedStep | None, numbers: Summary | None = None
 ) -> Chart:
     """Memory at the peak by category, and the memory of the device."""
     fit = compiled.fit if step is None else step.fit
     rows = _by_stage(compiled.program, peaks(compiled, step))
     limit = _device(fit.device_memory if fit else None)
     label = "Memory at the peak by category"
-    picture = bars.picture(rows, MEMORY, name, label, BYTES, limit)
+    picture = bars.picture(rows, MEMORY, "peak", label, BYTES, limit)
     caption = "Bytes of one rank at its peak, by category."
     return Chart(picture, caption, None if numbers is None else tables.memory(numbers))
 
 
-def memory_of_runs(
-    runs: Mapping[str, tuple[CompiledRun, SimulatedStep | None]], name: str = "memory"
-) -> Chart:
+def memory_of_runs(runs: Mapping[str, tuple[CompiledRun, SimulatedStep | None]]) -> Chart:
     """Memory of the fullest rank of several runs, on one scale; a line if devices are equal."""
     rows = [
         bars.StackedBar(run, max((peak for _, peak in peaks(*of)), key=lambda p: sum(p.values())))
@@ -221,7 +216,7 @@ def memory_of_runs(
     devices = {fit.device_memory if fit else None for fit in fits}
     limit = _device(devices.pop()) if len(devices) == 1 else None
     label = "Memory of the fullest rank at its peak"
-    picture = bars.picture(rows, MEMORY, name, label, BYTES, limit)
+    picture = bars.picture(rows, MEMORY, "memory", label, BYTES, limit)
     caption = "Bytes of the fullest rank of each run at its peak, by category."
     return Chart(picture, caption, table_of_bars(label, rows, "run", "B"))
 
@@ -326,19 +321,19 @@ def _alive(of: RankClass) -> Table:
 # ---- work, communication, schedule ---------------------------------------------------------------
 
 
-def work(compiled: CompiledRun, numbers: Summary, name: str = "flops") -> Chart:
+def work(compiled: CompiledRun, numbers: Summary) -> Chart:
     """FLOPs of a rank by phase."""
     of_classes = [
         (of, {phase: entry["flops"][phase] for phase in PHASES})
         for of, entry in zip(compiled.program.classes, numbers["rank_classes"], strict=True)
     ]
     rows = _by_stage(compiled.program, of_classes)
-    picture = bars.picture(rows, WORK, name, "FLOPs of a rank by phase", FLOPS)
+    picture = bars.picture(rows, WORK, "flops", "FLOPs of a rank by phase", FLOPS)
     caption = "FLOPs of one rank in a step, two for each multiply-add."
     return Chart(picture, caption, tables.compute(numbers))
 
 
-def bytes_by_axis(numbers: Summary, name: str = "axes") -> Chart | None:
+def bytes_by_axis(numbers: Summary) -> Chart | None:
     """Bytes along each axis, of the rank that sends most along it; None: all send none."""
     most: dict[str, dict[str, int]] = {}
     for entry in numbers["rank_classes"]:
@@ -357,7 +352,7 @@ def bytes_by_axis(numbers: Summary, name: str = "axes") -> Chart | None:
         "Bytes per step of the rank that communicates most along each axis: local inputs of "
         "collectives, and messages that the rank sends."
     )
-    picture = bars.picture(rows, WORK, name, label, BYTES)
+    picture = bars.picture(rows, WORK, "axes", label, BYTES)
     return Chart(picture, caption, table_of_bars(label, rows, "axis", "B"))
 
 
@@ -395,7 +390,7 @@ def largest_exchanges(compiled: CompiledRun) -> Table:
     return Table("Largest exchanges", columns, {"bytes": "B", "equal pairs": "count"})
 
 
-def schedule_of(compiled: CompiledRun, name: str = "schedule") -> Chart | None:
+def schedule_of(compiled: CompiledRun) -> Chart | None:
     """The pipeline schedule; None for one rank and one microbatch."""
     order, run = compiled.order, compiled.run
     if len(order) == 1 and run.microbatches == 1:
@@ -407,7 +402,7 @@ def schedule_of(compiled: CompiledRun, name: str = "schedule") -> Chart | None:
         "microbatch 0 through stage 2. With backward passes twice as long as forward passes, and "
         f"communication that takes no time, ranks are idle {bubble(order):.1%} of the step."
     )
-    return Chart(schedule.picture(order, name), caption)
+    return Chart(schedule.picture(order), caption)
 
 
 def _schedule_numbers(compiled: CompiledRun) -> Table:

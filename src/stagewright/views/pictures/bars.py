@@ -56,12 +56,10 @@ def picture(
     label: str,
     measure: Measure,
     limit: Limit | None = None,
-    longest: float = 0.0,
 ) -> svg.Picture:
     """The bars over a scale, with the values of all parts in words, and a line at the limit.
 
-    Of more than `MAX_BARS` bars, the picture has the largest. Pictures with the same `longest` bar
-    have the same scale.
+    Of more than `MAX_BARS` bars, the picture has the largest.
     """
     left_out = max(0, len(bars) - MAX_BARS)
     if left_out:
@@ -72,7 +70,7 @@ def picture(
     used = [key for key in fills if any(bar.parts.get(key) for bar in bars)]
     chosen = svg.Fills(name, {key: fills[key] for key in used})
     heading, y = chosen.heading(used)
-    longest = max(longest, max((bar.total for bar in bars), default=0.0))
+    longest = max((bar.total for bar in bars), default=0.0)
     if limit is not None and limit.value < 3 * longest:
         longest = max(longest, limit.value)
     across = Across(0, svg.WIDTH - 22, longest, measure)

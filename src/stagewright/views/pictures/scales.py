@@ -17,29 +17,12 @@ class Measure(NamedTuple):
     show: Callable[[float], str]
 
 
-def _bytes(size: float) -> str:
-    return quantity(round(size), "B")
-
-
-def _flops(number: float) -> str:
-    return quantity(round(number), "FLOP")
-
-
-def _watts(power: float) -> str:
-    return quantity(round(power), "W")
-
-
-def _share(part: float) -> str:
-    return f"{part:.1%}"
-
-
-def _figure(value: float) -> str:
-    return f"{value:,.4g}"
-
-
-BYTES, FLOPS, SHARE = Measure("B", _bytes), Measure("FLOP", _flops), Measure("%", _share)
-WATTS = Measure("W", _watts)
-SECONDS, NUMBER = Measure("s", duration), Measure("", _figure)
+BYTES = Measure("B", lambda size: quantity(round(size), "B"))
+FLOPS = Measure("FLOP", lambda number: quantity(round(number), "FLOP"))
+WATTS = Measure("W", lambda power: quantity(round(power), "W"))
+SHARE = Measure("%", "{:.1%}".format)
+SECONDS = Measure("s", duration)
+NUMBER = Measure("", "{:,.4g}".format)
 
 AXIS, EDGE = 24, 10
 """Units that the axis of a scale takes below its line, and that its words take beyond its end."""

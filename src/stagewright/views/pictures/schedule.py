@@ -31,7 +31,7 @@ class _Box(NamedTuple):
     actions: tuple[Action, ...]
 
 
-def picture(order: Order, name: str = "schedule") -> svg.Picture:
+def picture(order: Order) -> svg.Picture:
     """The actions of each pipeline rank over time; a backward takes two slots, all others one."""
     every = _rows(order)
     rows = every
@@ -41,7 +41,7 @@ def picture(order: Order, name: str = "schedule") -> svg.Picture:
     busy = sum(box.end - box.start for _, row in every for box in row)
     shown = _window(rows, end)
     kinds = [k for k in ACTIONS if any(k == a.kind for _, r in every for b in r for a in b.actions)]
-    fills = svg.Fills(name, {NAMES[k]: ACTIONS[k] for k in kinds})
+    fills = svg.Fills("schedule", {NAMES[k]: ACTIONS[k] for k in kinds})
     heading, top = fills.heading([NAMES[k] for k in kinds])
     gap = 26.0 if len(shown) > 1 else 0.0
     scale = (svg.WIDTH - LEFT - gap - 4) / sum(last - first for first, last in shown)
