@@ -139,7 +139,7 @@ def transfers(comparison: StepComparison) -> Table:
     measured, simulated = comparison.measured.transfers, comparison.simulated.transfers
     keys = sorted(
         {*measured, *simulated},
-        key=lambda key: -max(m.get(key, Total()).seconds for m in (measured, simulated)),
+        key=lambda key: (-max(m.get(key, Total()).seconds for m in (measured, simulated)), key),
     )
     rows: list[tuple[Any, ...]] = []
     for kind, ranks, size in keys:
