@@ -10,13 +10,13 @@ import numpy as np
 from stagewright.numbers import duration, plural, spans
 from stagewright.recorded.compare import ComparedSide, StepComparison, Total
 from stagewright.recorded.rank import FAMILIES, chips_differ
-from stagewright.recorded.steps import COMMUNICATION, IDLE, window_notes
+from stagewright.recorded.steps import COMMUNICATION, IDLE, RecordedStep, window_notes
 from stagewright.texttable import Table
 from stagewright.views.pages.html import Chart, PageSection, Paragraph, Part, render
 from stagewright.views.pages.html import sentence as page_sentence
 from stagewright.views.pictures.colours import AXES, WAITING, WORK
 from stagewright.views.pictures.svg import Fill
-from stagewright.views.pictures.timeline import PartsInTime, picture_of_parts
+from stagewright.views.pictures.timeline import Strip, StripRow, picture_of_parts
 
 FILLS: Mapping[str, Fill] = {
     "products": WORK["forward"],
@@ -229,14 +229,7 @@ def page(comparison: StepComparison, title: str) -> str:
     longest = max(comparison.measured.seconds, comparison.simulated.seconds)
     pairs = zip(comparison.measured.steps, comparison.simulated.steps, strict=True)
     rows = [
-        PartsInTime(
-            f"{name}, rank {step.trace.rank}",
-            {
-                part: np.array([(b, e) for b, e, of in step.segments if of == part]) - step.begin
-                for part in FILLS
-                if step.parts[part]
-            },
-        )
+        StripRow(f"{name}, rank {step.trace.rank}", _strips(step))
         for pair in list(pairs)[:_RANKS]
         for name, step in zip(("measured", "simulated"), pair, strict=True)
     ]
@@ -257,6 +250,14 @@ def page(comparison: StepComparison, title: str) -> str:
         PageSection("tables", "Tables", tables),
     ]
     return render(title, head, sections)
+
+
+def _strips(step: RecordedStep) -> list[Strip]:
+    """The parts of a step, in nanoseconds from its begin."""
+    times: dict[str, list[tuple[int, int]]] = {part: [] for part in FILLS}
+    for begin, end, part in step.segments:
+        times[part].append((begin - step.begin, end - step.begin))
+    return [Strip(part, *np.array(pairs).T) for part, pairs in times.items() if pairs]
 
 
 TABLES: Mapping[str, Callable[[StepComparison], Table]] = {

@@ -232,7 +232,8 @@ def test_a_strip_is_filled_as_much_as_time_is():
     lane = found.timeline.lanes[0]
     edges = np.linspace(0, found.timeline.ticks, 18)
     mine = lane.is_kernel
-    shares = timeline._busy(lane, mine, edges)
+    strip = timeline.Strip("kernels", lane.begin[mine], lane.end[mine])
+    shares = timeline._busy(strip, edges)
     pairs = list(zip(lane.begin[mine].tolist(), lane.end[mine].tolist(), strict=True))
     for low, high, share in zip(edges, edges[1:], shares, strict=False):
         inside = sum(max(0.0, min(end, high) - max(begin, low)) for begin, end in pairs)

@@ -30,128 +30,118 @@ MIN_SHARE = 0.001
 
 
 class Strip(NamedTuple):
-    """Tasks of a lane that are drawn in one fill: kernels of a phase, transfers along an axis."""
+    """Times that are drawn in one fill: kernels of a phase, transfers along an axis."""
 
     name: str
-    tasks: Bool  # by position in issue order
+    begin: Int
+    end: Int
+
+    @property
+    def length(self) -> int:
+        """The sum of the times."""
+        return int((self.end - self.begin).sum())
 
 
-class Strips(NamedTuple):
-    """The drawn parts of a lane: kernels upon each other, and below them a strip for each axis."""
+class StripRow(NamedTuple):
+    """Strips of a lane or a rank: some upon each other, and further ones below."""
 
     name: str
-    lane: Lane
-    kernels: Sequence[Strip]
-    transfers: Sequence[Strip]
-    axes: Sequence[str]
-    """All axes along which the lane communicates, drawn or not."""
-
-
-def strips(line: Timeline) -> list[Strips]:
-    """The drawn lanes, at most `MAX_LANES`, with the axes that take a visible time in any."""
-    lanes = [line.lanes[i] for i in chosen(len(line.lanes), MAX_LANES)]
-    visible: set[str] = set()
-    drawn: list[Strips] = []
-    for name, lane in zip(_names(line.program, lanes), lanes, strict=True):
-        axes = axes_of(line, lane)
-        phase = lane.rank_class.tasks.phase[lane.issue.rows]
-        kernels = [Strip(name, lane.is_kernel & (phase == i)) for i, name in enumerate(PHASES)]
-        transfers = [Strip(axis, axes.axis == i) for i, axis in enumerate(axes.names)]
-        for strip in transfers:
-            busy = float((lane.end - lane.begin)[strip.tasks].sum())
-            if busy > MIN_SHARE * line.ticks:
-                visible.add(strip.name)
-        kernels = [strip for strip in kernels if strip.tasks.any()]
-        drawn.append(Strips(name, lane, kernels, transfers, axes.names))
-    return [
-        strip._replace(transfers=[each for each in strip.transfers if each.name in visible])
-        for strip in drawn
-    ]
+    stacked: Sequence[Strip]
+    below: Sequence[Strip] = ()
 
 
 def picture(line: Timeline, name: str = "timeline", longest: float = 0.0) -> svg.Picture:
-    """The timeline of a step: strips for each lane, and the scale below, up to `longest` (s)."""
-    drawn = strips(line)
-    axes = sorted({strip.name for lane in drawn for strip in lane.transfers})
-    phases = [p for p in PHASES if any(p == s.name for lane in drawn for s in lane.kernels)]
-    every_axis = sorted({axis for lane in drawn for axis in lane.axes})
-    fills = svg.Fills(name, {p: WORK[p] for p in phases} | of_axes(every_axis))
-    heading, y = fills.heading([*phases, *axes])
-    left = max((svg.text_width(axis, svg.SMALL) for axis in axes), default=0.0) + 10
+    """The timeline of a step: strips for each lane, and the scale below, up to `longest` (s).
+
+    At most `MAX_LANES` lanes are drawn, with the axes that take a visible time in any of them.
+    """
+    lanes = [line.lanes[i] for i in chosen(len(line.lanes), MAX_LANES)]
+    rows: list[StripRow] = []
+    every_axis: set[str] = set()
+    for title, lane in zip(_names(line.program, lanes), lanes, strict=True):
+        axes = axes_of(line, lane)
+        phase = lane.rank_class.tasks.phase[lane.issue.rows]
+        kernels = [_strip(lane, lane.is_kernel & (phase == i), of) for i, of in enumerate(PHASES)]
+        transfers = [_strip(lane, axes.axis == i, axis) for i, axis in enumerate(axes.names)]
+        rows.append(StripRow(title, [strip for strip in kernels if len(strip.begin)], transfers))
+        every_axis |= {*axes.names}
+    least = MIN_SHARE * line.ticks
+    visible = {strip.name for row in rows for strip in row.below if strip.length > least}
+    rows = [row._replace(below=[s for s in row.below if s.name in visible]) for row in rows]
+    phases = [p for p in PHASES if any(p == strip.name for row in rows for strip in row.stacked)]
+    fills = {phase: WORK[phase] for phase in phases} | of_axes(sorted(every_axis))
+    left = max((svg.text_width(axis, svg.SMALL) for axis in visible), default=0.0) + 10
     across = Across(left, svg.WIDTH - 16, max(line.seconds, longest), SECONDS)
-    columns = int(across.at(line.seconds) - across.left)
-    edges = np.linspace(0, line.ticks, columns + 1)
-    parts = [heading]
-    y += 4
-    for strips_of_lane in drawn:
-        y += 17
-        parts.append(svg.text(0, y - 4, strips_of_lane.name))
-        lane, low, y = strips_of_lane.lane, np.zeros(columns), y + KERNELS
-        for strip in strips_of_lane.kernels:
-            high = low + _busy(lane, strip.tasks, edges)
-            title = _title(strips_of_lane, strip, line)
-            parts.append(_strip(low, high, (left, y, KERNELS), fills[strip.name], title))
-            low = high
-        for strip in strips_of_lane.transfers:
-            share = _busy(lane, strip.tasks, edges)
-            y += TRANSFERS
-            small = f'font-size="{svg.SMALL}em"'
-            parts.append(svg.text(left - 8, y - 3, strip.name, "end", small))
-            title = _title(strips_of_lane, strip, line)
-            heights = np.where(share > 0, np.maximum(share, SLIVER / (TRANSFERS - 2)), 0)
-            place = (left, y, TRANSFERS - 2)
-            parts.append(_strip(np.zeros(columns), heights, place, fills[strip.name], title))
-        y += GAP
-    parts.append(across.axis(y))
     label = (
         f"Timeline of a step of {duration(line.seconds)}: when kernels and communication run on "
-        + plural(len(drawn), "group of ranks", "groups of ranks")
+        + plural(len(rows), "group of ranks", "groups of ranks")
     )
-    return svg.figure(y + AXIS, label, parts, 'class="timeline"')
+    keys = [*phases, *sorted(visible)]
+    whole = f" of {duration(line.seconds)}"
+    return _drawn(rows, svg.Fills(name, fills), keys, across, line.ticks, TICK, label, whole)
 
 
-class PartsInTime(NamedTuple):
-    """Times of the parts of a step on one rank: begins and ends in nanoseconds, by part."""
-
-    name: str
-    parts: Mapping[str, Int]
-    """[times, 2]; of all parts no two times overlap."""
+def _strip(lane: Lane, tasks: Bool, name: str) -> Strip:
+    """The times of some tasks of a lane."""
+    return Strip(name, lane.begin[tasks], lane.end[tasks])
 
 
 def picture_of_parts(
-    rows: Sequence[PartsInTime], fills: Mapping[str, svg.Fill], longest: float
+    rows: Sequence[StripRow], fills: Mapping[str, svg.Fill], longest: float
 ) -> svg.Picture:
-    """A strip for each row, in the fills of its parts; the scale goes up to `longest` (ns)."""
-    used = [part for part in fills if any(part in row.parts for row in rows)]
-    chosen = svg.Fills("parts", {part: fills[part] for part in used})
-    heading, y = chosen.heading(used)
+    """Parts of a step on ranks (ns), in these fills; the scale goes up to `longest` (ns)."""
+    names = {strip.name for row in rows for strip in row.stacked}
+    used = {name: fill for name, fill in fills.items() if name in names}
     across = Across(0, svg.WIDTH - 16, longest / 1e9, SECONDS)
-    columns = int(across.at(longest / 1e9) - across.left)
-    edges = np.linspace(0, longest, columns + 1)
-    parts, y = [heading], y + 4
+    label = f"Parts of a step in time on {plural(len(rows), 'rank', 'ranks')}"
+    return _drawn(rows, svg.Fills("parts", used), [*used], across, longest, 1e-9, label)
+
+
+def _drawn(
+    rows: Sequence[StripRow],
+    fills: svg.Fills,
+    keys: Sequence[str],
+    across: Across,
+    end: float,
+    unit: float,
+    label: str,
+    whole: str = "",
+) -> svg.Picture:
+    """Rows below the legend of `keys`; their times are in units of `unit` seconds, up to `end`.
+
+    `whole` follows the length of a strip in its title.
+    """
+    heading, y = fills.heading(keys)
+    left = across.left
+    columns = int(across.at(end * unit) - left)
+    edges = np.linspace(0, end, columns + 1)
+    parts = [heading]
+    y += 4
     for row in rows:
         y += 17
         parts.append(svg.text(0, y - 4, row.name))
+        titles = {
+            strip.name: f"{row.name}: {strip.name} {duration(strip.length * unit)}{whole}"
+            for strip in (*row.stacked, *row.below)
+        }
         low, y = np.zeros(columns), y + KERNELS
-        for part in used:
-            if part not in row.parts:
-                continue
-            begin, end = row.parts[part].T
-            high = low + np.diff(_passed(end, edges) - _passed(begin, edges)) / np.diff(edges)
-            title = f"{row.name}: {part} {duration(float((end - begin).sum()) / 1e9)}"
-            place = (across.left, y, KERNELS)
-            parts.append(_strip(low, np.minimum(high, 1.0), place, chosen[part], title))
-            low = np.minimum(high, 1.0)
+        for strip in row.stacked:
+            high = np.minimum(low + _busy(strip, edges), 1.0)
+            place = (left, y, KERNELS)
+            parts.append(_shape(low, high, place, fills[strip.name], titles[strip.name]))
+            low = high
+        for strip in row.below:
+            share = _busy(strip, edges)
+            y += TRANSFERS
+            small = f'font-size="{svg.SMALL}em"'
+            parts.append(svg.text(left - 8, y - 3, strip.name, "end", small))
+            heights = np.where(share > 0, np.maximum(share, SLIVER / (TRANSFERS - 2)), 0)
+            place = (left, y, TRANSFERS - 2)
+            bottom = np.zeros(columns)
+            parts.append(_shape(bottom, heights, place, fills[strip.name], titles[strip.name]))
         y += GAP
     parts.append(across.axis(y))
-    label = f"Parts of a step in time on {plural(len(rows), 'rank', 'ranks')}"
     return svg.figure(y + AXIS, label, parts, 'class="timeline"')
-
-
-def _title(lane: Strips, strip: Strip, line: Timeline) -> str:
-    """The busy time of a strip as a sum over its tasks."""
-    busy = int((lane.lane.end - lane.lane.begin)[strip.tasks].sum()) * TICK
-    return f"{lane.name}: {strip.name} {duration(busy)} of {duration(line.seconds)}"
 
 
 def chosen(count: int, limit: int) -> list[int]:
@@ -176,10 +166,9 @@ def _names(program: Program, lanes: Sequence[Lane]) -> list[str]:
     ]
 
 
-def _busy(lane: Lane, selected: Bool, edges: Float) -> Float:
-    """The share of each column during which one of the chosen tasks of a lane runs."""
-    begin, end = lane.begin[selected], lane.end[selected]
-    until = _passed(end, edges) - _passed(begin, edges)
+def _busy(strip: Strip, edges: Float) -> Float:
+    """The share of each column during which a strip's tasks run."""
+    until = _passed(strip.end, edges) - _passed(strip.begin, edges)
     return np.clip(np.diff(until) / np.diff(edges), 0, 1)
 
 
@@ -195,7 +184,7 @@ def _passed(times: Int, edges: Float) -> Float:
     return sums[before] + (len(times) - before) * edges
 
 
-def _strip(
+def _shape(
     low: Float, high: Float, place: tuple[float, float, float], fill: str, title: str
 ) -> str:
     """Columns of one unit as one path, in half units of height; `place`: left, bottom, height."""
