@@ -9,6 +9,7 @@ from stagewright.algebra.size import size
 from stagewright.blocks.builder import Builder
 from stagewright.blocks.cache import (
     AttentionOperands,
+    Choice,
     HeadDims,
     cached,
     cached_attention,
@@ -19,7 +20,7 @@ from stagewright.blocks.cache import (
     source_cached,
 )
 from stagewright.blocks.families.compressed import attention_of_groups
-from stagewright.blocks.indexer import Choice, choice, with_loss
+from stagewright.blocks.indexer import choice, with_loss
 from stagewright.graph.make import (
     apply,
     cast,

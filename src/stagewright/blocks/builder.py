@@ -147,12 +147,8 @@ class Builder:
     def weight(self, name: str, *dims: str | Size, scope: str = "", **declared: Any) -> Node:
         """A matrix, declared as in `param`, stored as it is where it is served or frozen."""
         return self.param(
-            name, *dims, scope=scope, dtype=self.stored(name, scope) or "", **declared
+            name, *dims, scope=scope, dtype=self.recipe.stored(name, scope) or "", **declared
         )
-
-    def stored(self, name: str, scope: str) -> Stored | None:
-        """Storage of a matrix that is served or frozen; None: the data type of the computation."""
-        return self.recipe.stored(name, scope)
 
     def lowered(self, x: Node, stored: Stored | None) -> Node:
         """An input in the format in which it is multiplied with a matrix that is stored so."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from stagewright.algebra.size import Size, size
 from stagewright.blocks.builder import Builder
@@ -35,18 +35,21 @@ class HeadDims(NamedTuple):
     """The width of values."""
 
 
-class Chosen(Protocol):
-    """The choice of an indexer (`blocks.indexer.Choice`)."""
+class Choice(NamedTuple):
+    """The keys that queries attend to, as an indexer chose them."""
 
-    @property
-    def chosen(self) -> Node:
-        """Numbers of positions, or of blocks of these."""
-        ...
+    chosen: Node
+    """Numbers of positions, or of blocks of these, [B, S, Top] or, where each key-value head has
+    its own, [B, S, G, Top]; -1 where there are fewer."""
+    scores: Node | None = None
+    """In training, of a layer's own indexer: the scores of what was chosen, of the same shape."""
+    compress: int = 1
+    """Positions that have one key."""
 
     @property
     def terms(self) -> str:
-        """The index expression of these."""
-        ...
+        """The index expression of what was chosen."""
+        return "bqT" if len(self.chosen.shape) == 3 else "bqgT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class AttentionOperands:
     """A bias of every score: [heads, queries, keys], or in inference a table by distance."""
     sinks: tuple[Node, ...] = ()
     """A score per head that takes its part of the softmax and has no value, [heads]."""
-    chosen: Chosen | None = None
+    chosen: Choice | None = None
     """The keys that an indexer chose for each query."""
 
     @property

@@ -121,7 +121,7 @@ def output(config: ModelConfig, recipe: Recipe, *, gradient_in_forward: bool = F
     b = Builder(config, recipe)
     # The gradient of hidden states is made where the scope of these says.
     x = stream(("B", "S", "M"), b.dtype, scope=SUMS if gradient_in_forward else "head")
-    labels = _labels(("B", "S"))
+    labels = labels_of(("B", "S"))
     h = identity(x, "hidden", detached=True) if gradient_in_forward else x
     groups = (*x.shape[:2], size(GROUPS))
     logits = cast(_logits(b, h), "fp32", name="logits32")
@@ -164,7 +164,7 @@ def loss(config: ModelConfig, recipe: Recipe) -> Block:
 def _nll(b: Builder, h: Node, labels: str = "labels") -> Node:
     """Cross-entropy of the logits of hidden states [B, S, M]."""
     logits = _logits(b, h)
-    return token_loss(b, logits, _labels(logits.shape[:-1], labels))
+    return token_loss(b, logits, labels_of(logits.shape[:-1], labels))
 
 
 def token_loss(b: Builder, logits: Node, labels: Node) -> Node:
@@ -173,7 +173,7 @@ def token_loss(b: Builder, logits: Node, labels: Node) -> Node:
         logits = identity(logits, "logits_whole", role=Role.LOGITS)
     chain = "split" if b.recipe.logits == "split" else "whole"
     eager = chain if b.recipe.operators.eager else ""
-    return _cross_entropy(logits, labels, eager)
+    return cross_entropy(logits, labels, eager)
 
 
 def tied(config: ModelConfig) -> str:
@@ -211,7 +211,7 @@ def _logits(b: Builder, h: Node) -> Node:
     w = declare(table, "V/tp", width, scope=scope, tied=copied, rows=0)
     if b.recipe.gradients.of_each_linear:
         h = identity(h, "logits_in")
-    h = h if copied else b.lowered(h, b.stored(table, scope))
+    h = h if copied else b.lowered(h, b.recipe.stored(table, scope))
     own_type: dict[str, str] = {"dtype": b.dtype} if h.dtype != b.dtype else {}
     logits = einsum("bsm,vm->bsv", h, w, name="logits", scope=scope, role=Role.LOGITS, **own_type)
     if config.lm_head_bias:
@@ -229,7 +229,7 @@ def _pooler(b: Builder, h: Node) -> Node:
     return apply("mean", "bn->", pooled, name="pooled_mean")
 
 
-def _labels(shape: Sequence[Size | str], name: str = "labels") -> Node:
+def labels_of(shape: Sequence[Size | str], name: str = "labels") -> Node:
     """The numbers of the tokens to predict."""
     bound = Binding(like="labels")
     return leaf("input", tuple(shape), "int64", name, scope="head", binding=bound)
@@ -242,16 +242,12 @@ def _picked(log_probs: Node, labels: Node, t: str) -> Node:
     return apply("mean", f"{t}->", log_prob, name="loss")
 
 
-def cross_entropy(logits: Node, name: str = "labels", *, eager: str = "") -> Node:
+def cross_entropy(logits: Node, labels: Node, eager: str = "") -> Node:
     """Mean over tokens of log(sum(exp(logits))) - logit of the label, in fp32 always.
 
     `eager`: as PyTorch's log_softmax and nll_loss compute it, on "whole" logits, or on logits that
     may be "split" over the vocabulary.
     """
-    return _cross_entropy(logits, _labels(logits.shape[:-1], name), eager)
-
-
-def _cross_entropy(logits: Node, labels: Node, eager: str) -> Node:
     t = "bstuw"[: len(labels.shape)]
     x = cast(logits, "fp32", name="logits32")
     if eager == "whole":

@@ -134,7 +134,7 @@ def _exchanged(b: Builder, h: Node, gates: Node) -> Node:
     if served and where == "experts":
         where = "output"  # as in vLLM and DeepEP
     attrs: dict[str, Any] = {**OWN, "top_k": b.config.top_k}
-    held = b.stored("we_up", "mlp")
+    held = b.recipe.stored("we_up", "mlp")
     sent = b.lowered(h, held) if held and held.product == "fp8" else h
     rows = dispatch(sent, gates, size("R"), weighted=where == "input", name="permuted", **attrs)
     rows = identity(identity(rows, "dispatched"), "expert_in")

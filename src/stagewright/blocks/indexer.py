@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from stagewright.algebra.size import Size, size
 from stagewright.blocks.builder import Builder
-from stagewright.blocks.cache import KvCache, cached
+from stagewright.blocks.cache import Choice, KvCache, cached
 from stagewright.blocks.inference import token_requests
 from stagewright.graph.make import apply, cast, identity, join, part
 from stagewright.graph.node import Node
@@ -43,23 +43,6 @@ class IndexerOperands(NamedTuple):
     def out(self) -> tuple[Size, ...]:
         """The shape of what is chosen."""
         return (*self.q.shape[: 2 if self.weights else 3], size("Top"))
-
-
-class Choice(NamedTuple):
-    """The keys that queries attend to."""
-
-    chosen: Node
-    """Numbers of positions, or of blocks of these, [B, S, Top] or, where each key-value head has
-    its own, [B, S, G, Top]; -1 where there are fewer."""
-    scores: Node | None = None
-    """In training, of a layer's own indexer: the scores of what was chosen, of the same shape."""
-    compress: int = 1
-    """Positions that have one key."""
-
-    @property
-    def terms(self) -> str:
-        """The index expression of what was chosen."""
-        return "bqT" if len(self.chosen.shape) == 3 else "bqgT"
 
 
 def choice(b: Builder, h: Node, latent: Node | None, mixer: str, *, rotary: bool) -> Choice:

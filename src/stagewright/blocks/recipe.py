@@ -144,10 +144,6 @@ class Inference:
     prefix: bool = False
     """Some request has tokens in the cache before the step."""
 
-    def stored(self, name: str, scope: str) -> Stored | None:
-        """Storage of the matrix of this name; None: the data type of the computation."""
-        return stored_as(self.weights, name, scope)
-
 
 def stored_as(storage: Storage, name: str, scope: str) -> Stored | None:
     """Storage of the matrix of a name and a scope; None: the data type of the computation."""
@@ -329,7 +325,7 @@ class Recipe:
     def stored(self, name: str, scope: str) -> Stored | None:
         """Storage of a matrix that is served or frozen; None: the data type of the computation."""
         if self.inference:
-            return self.inference.stored(name, scope)
+            return stored_as(self.inference.weights, name, scope)
         frozen = name in self.training.frozen
         return stored_as(self.training.stored, name, scope) if frozen else None
 

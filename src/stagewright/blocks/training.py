@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from stagewright.blocks import inference
@@ -91,7 +91,8 @@ def _seeds(b: Builder, y: Node | None, passing: Node | None, *, is_loss: bool) -
     """Live outputs of the block, each with its gradient, which the next block computed."""
     seeds: dict[Node, Node] = {}
     if y is not None:
-        seeds[y] = _loss_seed(y) if is_loss else _seed(y, "dy", STREAM)
+        loss = leaf("input", (), "fp32", "d_loss", phase="backward", scope=y.scope)
+        seeds[y] = loss if is_loss else _seed(y, "dy", STREAM)
     elif passing is not None:
         seeds[passing] = _seed(passing, "dy", STREAM)
     for live, n in (b.taken | b.made).items():
@@ -125,9 +126,9 @@ def _gradients(
             handed = "tied_grad" if table == TABLE else f"d_{table}"
             outputs[handed] = identity(g, f"d_{p.name}", role=Role.TABLE_GRADIENT, **attrs)
             continue
-        summed[g] = _apply(MICROBATCH_PASSES, p, g, recipe)
+        summed[g] = _accumulated(p, g, recipe)
         if not tie or tie.owner:
-            summed[g] = _apply(STEP_PASSES, p, summed[g], recipe)
+            summed[g] = _reduced(p, summed[g], recipe)
             if tie and tie.away:
                 summed[g] = _tied(p, summed[g])
             trained.append(Trained(p, summed[g], in_norm=not tie or tie.first))
@@ -156,10 +157,6 @@ def _squared_norm(p: Node, g: Node) -> Node:
     return apply("norm2", spec, g, alone=(), **attrs, name="norm2", role=Role.SQUARED_NORM)
 
 
-def _loss_seed(y: Node) -> Node:
-    return leaf("input", (), "fp32", "d_loss", phase="backward", scope=y.scope)
-
-
 def _seed(n: Node, name: str, live: str) -> Node:
     """The gradient of the live value `live`, an input from the next block."""
     bound = Binding(live_in=live)
@@ -186,54 +183,31 @@ def _with_later(p: Node, g: Node) -> Node:
 # ---- places of a gradient where a plan may sum or reduce it --------------------------------------
 
 
-def _whole_embedding(p: Node, g: Node, recipe: Recipe) -> Node:
-    """Each rank computes the gradient of the whole embedding table and keeps its own rows."""
-    if not (recipe.gradients.whole_embedding and g.op == "embedding_bwd"):
-        return g
-    g = replace(g, role=Role.WHOLE_GRADIENT, binding=_of(p)["binding"])
-    return _at(p, g, Role.OWN_ROWS)
-
-
-def _sum_as_made(p: Node, g: Node, recipe: Recipe) -> Node:
-    """A microbatch's gradient is summed over the ranks of one model replica."""
-    return _at(p, g, Role.SUM_OVER_MODEL) if recipe.gradients.sum_as_made else g
-
-
-def _accumulate(p: Node, g: Node, recipe: Recipe) -> Node:
-    """A microbatch's gradient is added to the gradient of the step."""
-    precision = recipe.precision
-    attrs = {"phase": "backward", **_of(p)}
+def _accumulated(p: Node, g: Node, recipe: Recipe) -> Node:
+    """The gradient of a step, to which that of a microbatch is added."""
+    precision, gradients = recipe.precision, recipe.gradients
+    attrs = _of(p)
     named: dict[str, Any] = {"phase": "backward", "scope": p.scope, "name": f"{p.name}.grad"}
+    if gradients.whole_embedding and g.op == "embedding_bwd":
+        # Each rank computes the gradient of the whole table and keeps its own rows.
+        g = replace(g, role=Role.WHOLE_GRADIENT, binding=attrs["binding"])
+        g = _at(p, g, Role.OWN_ROWS)
+    if gradients.sum_as_made:  # over the ranks of one model replica
+        g = _at(p, g, Role.SUM_OVER_MODEL)
     g = cast(g, precision.reduce or precision.gradient, **named)
     g = _at(p, g, Role.MICROBATCH_GRADIENT)
-    if not recipe.gradients.accumulated_as_reduced:
+    if not gradients.accumulated_as_reduced:
         g = cast(g, precision.gradient, **named)
-    return elementwise("accumulate", g, name=f"{p.name}.grad", role=Role.ACCUMULATED, **attrs)
+    return elementwise("accumulate", g, role=Role.ACCUMULATED, **named | attrs)
 
 
-def _sum_of_step(p: Node, g: Node, recipe: Recipe) -> Node:
-    """Partial sums that remain after accumulation are summed."""
-    return _at(p, g, Role.SUM_OVER_MODEL, once=True) if recipe.gradients.sum_as_made else g
-
-
-def _reduce(p: Node, g: Node, recipe: Recipe) -> Node:
-    """The step's gradient is reduced over replicas into the layout that the optimizer reads."""
+def _reduced(p: Node, g: Node, recipe: Recipe) -> Node:
+    """The gradient of a step, reduced over replicas into the layout that the optimizer reads."""
+    if recipe.gradients.sum_as_made:  # what is still a partial sum after accumulation
+        g = _at(p, g, Role.SUM_OVER_MODEL, once=True)
     g = _at(p, g, Role.STEP_GRADIENT, once=True)
     named: dict[str, Any] = {"phase": "backward", "scope": p.scope, "name": f"{p.name}.grad"}
     return _at(p, cast(g, recipe.precision.gradient, **named, once=True), Role.REDUCED, once=True)
-
-
-GradientPass = Callable[[Node, Node, Recipe], Node]
-"""(parameter, gradient, recipe) -> the gradient at its next place."""
-
-MICROBATCH_PASSES: tuple[GradientPass, ...] = (_whole_embedding, _sum_as_made, _accumulate)
-STEP_PASSES: tuple[GradientPass, ...] = (_sum_of_step, _reduce)
-
-
-def _apply(gradient_passes: Sequence[GradientPass], p: Node, g: Node, recipe: Recipe) -> Node:
-    for gradient_pass in gradient_passes:
-        g = gradient_pass(p, g, recipe)
-    return g
 
 
 def _at(p: Node, g: Node, role: Role, *, once: bool = False) -> Node:

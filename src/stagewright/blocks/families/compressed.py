@@ -12,9 +12,9 @@ from typing import Any
 
 from stagewright.algebra.size import Size, size
 from stagewright.blocks.builder import Builder
-from stagewright.blocks.cache import KvCache, cached
+from stagewright.blocks.cache import Choice, KvCache, cached
 from stagewright.blocks.indexer import OWN as INDEXER
-from stagewright.blocks.indexer import Choice, IndexerOperands, chosen_by, with_loss
+from stagewright.blocks.indexer import IndexerOperands, chosen_by, with_loss
 from stagewright.blocks.inference import state_of, token_requests
 from stagewright.graph.make import apply, identity, join, part
 from stagewright.graph.node import Node

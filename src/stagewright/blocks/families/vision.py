@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stagewright.algebra.size import Size, size
 from stagewright.blocks.builder import Block, Builder, renamed, stream
-from stagewright.blocks.ends import cross_entropy, tied
+from stagewright.blocks.ends import cross_entropy, labels_of, tied
 from stagewright.blocks.recipe import Recipe
 from stagewright.blocks.training import finish
 from stagewright.graph.make import apply, einsum, identity, join, leaf, part
@@ -45,7 +45,9 @@ def classifier(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
     logits = b.bias(
         einsum("bm,mv->bv", first, w, name="logits", role=Role.LOGITS), "b_class", "Classes"
     )
-    return finish("classifier", b, x, cross_entropy(logits), is_loss=True)
+    return finish(
+        "classifier", b, x, cross_entropy(logits, labels_of(logits.shape[:-1])), is_loss=True
+    )
 
 
 def projector(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:

@@ -30,16 +30,14 @@ COLLECTIVES = {
 """Collectives that a text may name though they follow from layouts, which have to agree."""
 
 
-def _can_be_written(name: str, row: Op) -> bool:
-    """True for ops with a gradient, and without required tuples, which a text cannot say."""
-    tuples = [of for of in row.attrs.values() if of.asked and of.types == (tuple,)]
-    return (row.vjp is not None or name == "sum") and name not in LEAVES and not tuples
-
-
 OPS_OF_TEXTS: Mapping[str, Op] = {
-    name: row for name, row in OPS.items() if _can_be_written(name, row)
+    name: row
+    for name, row in OPS.items()
+    if (row.vjp is not None or name == "sum") and name not in LEAVES
+    if not any(of.asked and of.types == (tuple,) for of in row.attrs.values())
 }
-"""The ops that a text may name."""
+"""The ops that a text may name: with a gradient, and without required tuples, which a text cannot
+say."""
 
 OPS_OF_ONE_FORM = frozenset({"norm", "glu", "act"})
 """Ops that an eager framework may run as several, where their index expression is the usual one."""
@@ -299,9 +297,7 @@ def _experts(b: Builder, said: str, x: Node) -> Node:
     """The model's mixture of experts, as its fields describe the experts."""
     if not b.config.num_experts:
         raise ValueError("the model has no num_experts")
-    written = experts_as_written(b, said)
-    made = experts(written, x)
-    return made
+    return experts(experts_as_written(b, said), x)
 
 
 def _cross_entropy(b: Builder, _: str, logits: Node, labels: Node) -> Node:
