@@ -13,7 +13,7 @@ from stagewright.algebra.size import size
 from stagewright.graph.make import apply, leaf
 from stagewright.graph.node import Graph, toposort
 from stagewright.graph.table import attributes_of
-from stagewright.imports.ops import FUNCTIONS, ROWS, OpCall, calls_of
+from stagewright.imports.ops import FUNCTIONS, ROWS, OpCall, Translation
 from stagewright.imports.recording import Ref, TracedNode
 from stagewright.imports.rewrite import TracedGraph
 
@@ -151,7 +151,7 @@ def translated(op: str, given: list[Any], kwargs: dict[str, Any], result: Any) -
         for n, v in values.items()
     ]
     node = TracedNode("y", f"aten.{op}", tuple(result.shape), "fp32", args, kwargs)
-    calls = calls_of(TracedGraph([*leaves, node], ["y"]), approximate=False).calls
+    calls = Translation(TracedGraph([*leaves, node], ["y"]), approximate=False).calls
     for name, call in calls.items():
         if name not in values:
             values[name] = computed(call, [values[n] for n in call.operands])
@@ -188,7 +188,7 @@ def test_rows_of_a_table_are_summed_over_bags(length: int, mode: int):
         TracedNode("y", "getitem", tuple(first.shape), "fp32", (Ref("bag"), 0)),
     ]
     values: dict[str, Any] = {"table": table, "ids": ids}
-    for name, made in calls_of(TracedGraph(nodes, ["y"]), approximate=False).calls.items():
+    for name, made in Translation(TracedGraph(nodes, ["y"]), approximate=False).calls.items():
         if name not in values:
             values[name] = computed(made, [values[n] for n in made.operands])
     np.testing.assert_allclose(values["y"], first.numpy(), rtol=2e-5)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from stagewright.imports.recording import reachable
+
 MAX_POSITIONS = 8192
 """Limit of positions for which a mask, with the square of them, is computed."""
 _STAND_IN = 61
@@ -32,7 +34,8 @@ def kind_of_mask(pt: Any, mask: Any, buffers: Mapping[str, Any]) -> Mask:
     too large for that (of windows) are replaced by small ones. Raises whatever
     the operations of the mask raise, and a ValueError for a buffer without values.
     """
-    nodes = _ancestors(mask)
+    needed = reachable([mask], lambda node: node.all_input_nodes)
+    nodes = [node for node in mask.graph.nodes if node in needed]
     numbers = {a for n in nodes for a in _numbers((n.args, n.kwargs))}
     positions = max([16, *(n + 8 for n in numbers if n < MAX_POSITIONS)])
     mask_kind = _reach(pt, _computed(pt, mask, nodes, positions, buffers, {}))
@@ -51,26 +54,6 @@ def kind_of_mask(pt: Any, mask: Any, buffers: Mapping[str, Any]) -> Mask:
         if abs(replaced.window - _STAND_IN) <= 1:
             return replaced._replace(window=large + replaced.window - _STAND_IN)
     return mask_kind
-
-
-def _ancestors(node: Any) -> list[Any]:
-    """The nodes that a node depends on, in order, itself last."""
-    ancestors: dict[Any, None] = {}
-
-    def visit(n: Any) -> None:
-        pending = [(n, False)]
-        while pending:
-            current, ready = pending.pop()
-            if current in ancestors:
-                continue
-            if ready:
-                ancestors[current] = None
-            else:
-                pending.append((current, True))
-                pending += [(a, False) for a in current.all_input_nodes if a not in ancestors]
-
-    visit(node)
-    return [*ancestors]
 
 
 def _numbers(value: Any) -> list[int]:

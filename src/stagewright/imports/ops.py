@@ -73,7 +73,7 @@ Row = Callable[["Translation", TracedNode], object]
 
 
 class Translation:
-    """Calls of a recording, in the making: one pass over its nodes."""
+    """Calls of a recording, by one pass over its nodes."""
 
     def __init__(self, graph: TracedGraph, *, approximate: bool) -> None:
         """`approximate`: operations without a row are counted by their bytes."""
@@ -81,6 +81,8 @@ class Translation:
         self.calls: dict[str, OpCall] = {}
         self.as_bytes: Counter[str] = Counter()
         self.unknown: Counter[str] = Counter()
+        for node in graph.nodes.values():
+            self._node(node)
 
     # ---- what rows use -------------------------------------------------------------------------
 
@@ -188,12 +190,6 @@ class Translation:
         self.emit(node, "opaque", names, ins, out, unsplit=unsplit, fn=fn, **how)
 
     # ---- the walk ------------------------------------------------------------------------------
-
-    def run(self) -> dict[str, OpCall]:
-        """All calls, in order."""
-        for node in self.graph.nodes.values():
-            self._node(node)
-        return self.calls
 
     def _node(self, node: TracedNode) -> None:
         if node.op in LEAVES:
@@ -832,10 +828,3 @@ ROWS: dict[str, Row] = {
     **dict.fromkeys((*PIECES, "aten.embedding_bag"), _parts),
 }  # fmt: skip
 """By operation, without its overload, what it is in ops of the table."""
-
-
-def calls_of(graph: TracedGraph, *, approximate: bool) -> Translation:
-    """The calls of a recording's nodes; `approximate` counts operations without a row by bytes."""
-    translation = Translation(graph, approximate=approximate)
-    translation.run()
-    return translation

@@ -14,13 +14,11 @@ from stagewright.imports.layers import Section
 from stagewright.imports.ops import OpCall
 
 
-def split_projections(axes: AxisTable, leaves: dict[str, OpCall], section: Section) -> list[OpCall]:
-    """The section's calls without views; adds the parts of fused parameters to `leaves`."""
-    return _ProjectionSplitter(axes, leaves).calls(section)
+class ProjectionSplitter:
+    """Splits fused projections; adds the parts of their parameters to `leaves`."""
 
-
-class _ProjectionSplitter:
     def __init__(self, axes: AxisTable, leaves: dict[str, OpCall]) -> None:
+        """Split by the axes of a model."""
         self.axes, self.leaves = axes, leaves
 
     def calls(self, section: Section) -> list[OpCall]:

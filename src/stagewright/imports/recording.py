@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from math import prod
+from typing import Any, NamedTuple, TypeVar, cast
 
 from stagewright.errors import UserError
+
+_Node = TypeVar("_Node")
 
 VERSION = 2
 """Version of the JSON of recordings; others are refused."""
@@ -124,14 +127,7 @@ class Recording:
     @property
     def parameters(self) -> int:
         """The number of values in all parameters, each tensor counted once."""
-        total = 0
-        for node in self.nodes:
-            if node.op == "param":
-                count = 1
-                for dim in node.shape:
-                    count *= int(dim)
-                total += count
-        return total
+        return sum(prod(map(int, node.shape)) for node in self.nodes if node.op == "param")
 
     def to_json(self) -> str:
         """The recording as text, a node a line."""
@@ -229,9 +225,9 @@ def _from_json(value: Any) -> Any:
     return value
 
 
-def reachable(names: Iterable[str], operands: Callable[[str], Iterable[str]]) -> set[str]:
-    """Some names, and all that they depend on."""
-    found, pending = set[str](), [*names]
+def reachable(names: Iterable[_Node], operands: Callable[[_Node], Iterable[_Node]]) -> set[_Node]:
+    """Some nodes, and all that they depend on."""
+    found, pending = set[_Node](), [*names]
     while pending:
         name = pending.pop()
         if name not in found:

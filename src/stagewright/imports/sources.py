@@ -23,7 +23,7 @@ from stagewright.files import read_text
 from stagewright.imports.rank_graph import is_graph_of_rank, record_graph
 from stagewright.imports.record import load, record, torch
 from stagewright.imports.recording import Recording
-from stagewright.imports.translate import Options, Translated, translate
+from stagewright.imports.translate import Translated, translate
 from stagewright.model.config import ModelConfig
 
 Dims = Mapping[str, Sequence[str]]
@@ -62,8 +62,8 @@ def from_torch(
         )
     module, inputs = _module_of(module_or_factory, example_inputs)
     recording = record(module, inputs, name=name, static=static)
-    options = Options(dims, approximate, loss)
-    return model_of(translate(recording, options), recording.name)
+    translated = translate(recording, dims, approximate=approximate, loss=loss)
+    return model_of(translated, recording.name)
 
 
 def model_of(translated: Translated, name: str) -> ModelConfig:

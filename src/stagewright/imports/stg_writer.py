@@ -17,7 +17,7 @@ from stagewright.imports.expressions import Layouts, spec_of
 from stagewright.imports.layers import Section, Sections
 from stagewright.imports.ops import LEAVES, Label, OpCall
 from stagewright.imports.placement import PlacementRules
-from stagewright.imports.projections import split_projections
+from stagewright.imports.projections import ProjectionSplitter
 from stagewright.imports.recording import Recording, first_of
 
 MAX_POSITIONS = 131_072
@@ -66,10 +66,8 @@ class ModelText:
                 for a, b in zip(first, self.axes.dims[section.yields], strict=True):
                     self.axes.unify(a, b)
         self.leaves = {n: c for n, c in self.calls.items() if c.op in LEAVES}
-        return {
-            id(section): split_projections(self.axes, self.leaves, section)
-            for section in self.kinds.values()
-        }
+        splitter = ProjectionSplitter(self.axes, self.leaves)
+        return {id(section): splitter.calls(section) for section in self.kinds.values()}
 
     # ---- the text ------------------------------------------------------------------------------
 

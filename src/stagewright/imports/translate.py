@@ -17,22 +17,10 @@ from stagewright.errors import UserError
 from stagewright.imports.attention import fuse_attention
 from stagewright.imports.axes import AxisTable
 from stagewright.imports.layers import find_sections
-from stagewright.imports.ops import OpCall, Translation, calls_of
+from stagewright.imports.ops import OpCall, Translation
 from stagewright.imports.recording import Recording, first_of, reachable
 from stagewright.imports.rewrite import rewritten
 from stagewright.imports.stg_writer import ModelText
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Options of an import."""
-
-    dims: Mapping[str, Sequence[str]] | None = None
-    """Names of the dims of inputs; B and S are those of the run."""
-    approximate: bool = False
-    """Count operations without a row in the table by their bytes; else they are refused."""
-    loss: bool | None = None
-    """Add the cross-entropy of the output; None: if the output is a product with a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,24 +33,32 @@ class Translated:
     """The number of values in all parameters that the text has."""
 
 
-def translate(recording: Recording, options: Options | None = None) -> Translated:
+def translate(
+    recording: Recording,
+    dims: Mapping[str, Sequence[str]] | None = None,
+    *,
+    approximate: bool = False,
+    loss: bool | None = None,
+) -> Translated:
     """The text of a recording's model.
 
-    Raises UserError for an operation without a row, and for dims that nothing names.
+    `dims` names the dims of inputs; B and S are those of the run. `approximate` counts operations
+    without a row in the table by their bytes, which are refused otherwise. `loss` adds the
+    cross-entropy of the output; None: if the output is a product with a parameter. Raises UserError
+    for an operation without a row, and for dims that nothing names.
     """
-    options = options or Options()
     graph = rewritten(recording.nodes, recording.outputs[:1])
     notes = [*recording.notes]
     if len(recording.outputs) > 1:
         notes.append(f"of {len(recording.outputs)} outputs the first is the result")
-    translation = calls_of(graph, approximate=options.approximate)
+    translation = Translation(graph, approximate=approximate)
     calls = fuse_attention(translation.calls)
     (result,) = graph.outputs
-    calls, result = _with_loss(calls, result, options.loss, notes)
+    calls, result = _with_loss(calls, result, loss, notes)
     needed = reachable([result], lambda name: calls[name].operands)
     calls = {name: call for name, call in calls.items() if name in needed}
     refuse_sizes_of_data(calls)
-    symbols = names_of_symbols(calls, options.dims)
+    symbols = names_of_symbols(calls, dims)
     calls = _renamed_inputs(calls)
     notes += unused_parameters(recording, calls)
     sections = find_sections(calls, [result])

@@ -19,7 +19,7 @@ from stagewright.cli.main import main
 from stagewright.errors import UserError
 from stagewright.imports.recording import Recording, Ref, TracedNode
 from stagewright.imports.sources import model_of, recorded
-from stagewright.imports.translate import Options, translate
+from stagewright.imports.translate import translate
 from stagewright.lower.parameters import parameters
 from stagewright.model.presets import PRESETS
 from stagewright.run.settings import Run
@@ -240,7 +240,7 @@ def _with(op: str) -> Recording:
 def test_an_operation_without_a_row_is_refused_or_counted_by_its_bytes():
     with pytest.raises(UserError, match=r"model.py:7: no row for mine\.odd\.default \(in odd\)"):
         translate(_with("mine.odd.default"))
-    made = translate(_with("mine.odd.default"), Options(approximate=True))
+    made = translate(_with("mine.odd.default"), approximate=True)
     assert "without a row" in made.notes[0]
     assert parameters(model_of(made, "odd"))[0] == 64
 
@@ -254,7 +254,7 @@ def test_a_dim_that_nothing_names_is_asked_for():
     wide = {"x": example, "a": {}, "b": {}}
     nodes = [replace(n, shape=("s0", "s1", "s2", 8), kwargs=wide[n.name]) if n.name in wide else n
              for n in odd.nodes]  # fmt: skip
-    named = Options({"x": ("B", "S", "T", "C")})
+    named = {"x": ("B", "S", "T", "C")}
     assert "\nsize T = 12\n" in translate(replace(odd, nodes=tuple(nodes)), named).text
 
 

@@ -93,7 +93,7 @@ def import_(
     """
     from stagewright.files import write_text
     from stagewright.imports.sources import model_of, recorded
-    from stagewright.imports.translate import Options, translate
+    from stagewright.imports.translate import translate
     from stagewright.recorded.read import is_trace
 
     if is_trace(source):
@@ -112,7 +112,7 @@ def import_(
     if traced.process is not None or out.endswith(".bundle"):
         _write_rank(traced, out)
         return
-    translated = translate(traced, Options(_parse_dims(dims), approximate, loss))
+    translated = translate(traced, _parse_dims(dims), approximate=approximate, loss=loss)
     model = model_of(translated, traced.name)
     write_text(out, translated.text)
     for note in translated.notes:
