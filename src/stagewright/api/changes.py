@@ -32,6 +32,7 @@ from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.serving import SERVING
 from stagewright.texttable import Table, escaped
 from stagewright.time.hardware import resolve as hardware_of
+from stagewright.time.simulate.execute import Progress
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.trace import run_manifest
 from stagewright.views import changes as views
@@ -136,15 +137,18 @@ class DiffedRun(NamedTuple):
             return self.given()
         return replace(self.experiment, run=self.compiled.run).values()
 
-    def result(self) -> Simulation | Serving:
-        """Simulate the step, or serve the requests."""
+    def result(self, progress: Progress | None = None) -> Simulation | Serving:
+        """Simulate the step, or serve the requests; errors say which of the runs it is."""
         experiment = self.experiment
-        if self.compiled is None:
-            assert self.serving is not None
-            return served(experiment, hardware_of(_hardware(experiment)), self.serving)
-        return simulate(
-            with_views(self.compiled), experiment.cluster, execution=experiment.execution
-        )
+        try:
+            if self.compiled is None:
+                assert self.serving is not None
+                hardware = hardware_of(_hardware(experiment))
+                return served(experiment, hardware, self.serving, progress=progress)
+            compiled, execution = with_views(self.compiled), experiment.execution
+            return simulate(compiled, experiment.cluster, execution=execution, progress=progress)
+        except UserError as error:
+            raise UserError(f"{self.name}: {error}") from None
 
 
 def _is_run_file(path: str) -> bool:
@@ -331,6 +335,8 @@ def diff(
     old: str | os.PathLike[str],
     new: str | os.PathLike[str],
     hardware: str | os.PathLike[str] | None = None,
+    *,
+    progress: Progress | None = None,
     **settings: Any,
 ) -> Changes:
     """What changes from one run to another: settings, time, memory, communication, cost.
@@ -338,7 +344,7 @@ def diff(
     `old` and `new` are launch scripts, run files or models, each with values behind it:
     `train.sh?TP=8` sets a variable of the script, `llama3-8b?tp=8` a setting. `hardware` and
     `settings` are of both and replace what the files say. Servers are compared under the load that
-    their clients send, or `settings` give.
+    their clients send, or `settings` give. `progress` is that of `simulate`, or of `serve`.
 
     >>> import stagewright as sw
     >>> found = sw.diff("gpt2?layers=2", "gpt2?layers=2&tp=2", "h100-sxm", seq_length=64)
@@ -356,7 +362,7 @@ def diff(
     different = changes.tables["settings"](), changes.tables["model"]()
     if not any(map(len, different)):
         return changes
-    return replace(changes, results=(_result_of(sides[0]), _result_of(sides[1])))
+    return replace(changes, results=(sides[0].result(progress), sides[1].result(progress)))
 
 
 def read_run(label: str, name: str, given: Mapping[str, Any]) -> DiffedRun:
@@ -365,11 +371,3 @@ def read_run(label: str, name: str, given: Mapping[str, Any]) -> DiffedRun:
         return DiffedRun.of(name, given)
     except UserError as error:
         raise UserError(f"{label}: {error}") from None
-
-
-def _result_of(run: DiffedRun) -> Simulation | Serving:
-    """Simulate or serve one of the runs; errors say which one it is."""
-    try:
-        return run.result()
-    except UserError as error:
-        raise UserError(f"{run.name}: {error}") from None

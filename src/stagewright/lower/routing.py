@@ -28,7 +28,7 @@ from stagewright.model.layers import ROUTED
 from stagewright.parallel.plan import Plan
 from stagewright.program.columns import COLLECTIVES, Program, RankClass, Shape, TaskKind
 from stagewright.program.communicators import place_along
-from stagewright.run.expert_load import lines_of
+from stagewright.run.expert_load import lines_of, times_mean
 from stagewright.run.settings import Run
 
 ROWS = size("R")
@@ -317,7 +317,7 @@ class BusiestRanks:
     def of(cls, run: Run, model: ModelConfig, mesh: Mesh, plan: Plan) -> Self | None:
         """Busiest ranks of a resolved run; None: all experts get equal numbers of tokens."""
         ranks = mesh.size(*plan.expert)
-        if run.expert_load is None:
+        if run.expert_load is None or (ranks == 1 and times_mean(run.expert_load)):
             even = not model.top_k < model.num_experts or run.num_redundant_experts
             return None if even else cls([_popular_experts(model, ranks)], model.top_k)
         chosen: list[Float] = []

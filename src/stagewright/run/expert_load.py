@@ -71,15 +71,10 @@ def times_mean(given: str | Sequence[Sequence[object]]) -> float | None:
 def one_busy_rank(times: float, model: ModelConfig, ranks: int) -> tuple[float, ...]:
     """Loads of experts of which one of the ranks gets `times` the mean; 1: all get as much.
 
-    Raises UserError where the experts are not on several ranks, or no rank can get as much.
+    One rank alone has the mean, whatever `times`. Raises UserError where no rank can get as much.
     """
-    if times == 1:
+    if 1 in (times, ranks):
         return (1.0,) * model.num_experts
-    if ranks == 1:
-        raise UserError(
-            f"expert_load={times:g} is the load of the busiest of several ranks, and ep is 1; set "
-            "ep, or give a file of the load of each expert"
-        )
     # No expert gets more than one copy of a token.
     most = min(ranks, model.num_experts / model.top_k)
     if not 1 <= times <= most:

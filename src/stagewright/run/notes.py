@@ -11,6 +11,7 @@ from typing import Any
 from stagewright.model.config import ModelConfig
 from stagewright.run import lengths, requests
 from stagewright.run.experiment import Experiment
+from stagewright.run.expert_load import times_mean
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.declare import DEGREES, setting_in_words
 from stagewright.run.settings import Run
@@ -22,7 +23,10 @@ def notes(experiment: Experiment) -> list[str]:
     >>> notes(Experiment.of({"model": "gpt2", "zero": 3}))
     ['zero=3 does nothing with dp=1 and cp=1']
     """
-    return [*_idle(experiment), *_axes(experiment)]
+    run = experiment.run
+    of_one_rank = run.ep == 1 and run.expert_load and (times_mean(run.expert_load) or 1) != 1
+    load = [f"expert_load={run.expert_load} does nothing with ep=1"] if of_one_rank else []
+    return [*_idle(experiment), *_axes(experiment), *load]
 
 
 def beyond_positions(run: Run, model: ModelConfig) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -52,9 +51,8 @@ class SearchOptions:
 class Ranking:
     """Candidates with their metrics, while and after the search simulates them.
 
-    Its lists: `winners`, the simulated ones that fit, best first; `rows`, of these the best of each
-    layout; `best`, the winners after the first of `rows`; `listed`, what is printed; and `open`,
-    those that could still win.
+    `best` are those that may be the answer, best first, `listed` what is printed of them, and
+    `open` those that could still win.
     """
 
     candidates: Candidates
@@ -76,13 +74,27 @@ class Ranking:
         return len(self.candidates)
 
     @property
-    def winners(self) -> Int:
-        """Simulated candidates that fit, best first; of several objectives, the front."""
+    def best(self) -> Int:
+        """Simulated candidates that fit, best first; of several objectives, the front.
+
+        The first wins the tie with those that are within 1%.
+        """
+        best, rows = self._simulated_that_fit, self.of_layouts
+        return np.concatenate([rows[:1], best[best != rows[0]]]) if len(rows) else best
+
+    @property
+    def listed(self) -> Int:
+        """Candidates to list: the best of each layout, or with `all_variants` all of `best`."""
+        return (self.best if self.options.all_variants else self.of_layouts)[: self.options.top]
+
+    @property
+    def _simulated_that_fit(self) -> Int:
         return best_of(self.figures, self.figures.simulated & self.fits, self.options.objectives)
 
-    def rows(self) -> Int:
+    @property
+    def of_layouts(self) -> Int:
         """The best of each layout, best first; of several objectives, the front."""
-        winners = self.winners
+        winners = self._simulated_that_fit
         if len(self.options.objectives) > 1 or len(winners) < 2:
             return winners
         values = objectives.values(self.figures, self.options.objectives)[:, 0]
@@ -114,17 +126,6 @@ class Ranking:
         """True if a candidate takes at least 1% of device memory less than another."""
         saved = self.figures.peak[other] - self.figures.peak[index]
         return bool(saved >= MEMORY_STEP * self.figures.device_memory[index])
-
-    @cached_property
-    def best(self) -> Int:
-        """Winners after the search: the first of `rows`, then the others best first."""
-        winners, rows = self.winners, self.rows()
-        return np.concatenate([rows[:1], winners[winners != rows[0]]]) if len(rows) else winners
-
-    @cached_property
-    def listed(self) -> Int:
-        """Candidates to list after the search: `rows`, or with `all_variants` all of `best`."""
-        return (self.best if self.options.all_variants else self.rows())[: self.options.top]
 
     @property
     def fits(self) -> Bool:
@@ -188,14 +189,14 @@ class Ranking:
             optimistic = self.optimistic_values(names)
         else:
             optimistic = (self.bounds / np.maximum(estimates.tokens, 1))[:, None]
-        answers = objectives.values(self.figures.take(self.winners), names)
+        answers = objectives.values(self.figures.take(self.best), names)
         if len(names) == 1:
             answers = answers.min(axis=0, keepdims=True)
         for answer in answers:
             mask &= ~(answer <= optimistic).all(axis=1)
         return np.flatnonzero(mask & np.isfinite(optimistic).all(axis=1))
 
-    @cached_property
+    @property
     def open(self) -> Int:
         """Candidates that could still win after the search; none if nothing was simulated."""
         return self.promising() if len(self.best) else np.zeros(0, dtype=np.int64)

@@ -160,7 +160,7 @@ def _simulate_layouts(simulator: _Simulator) -> None:
     else:
         remaining = remaining[:most]
     for begin in range(0, len(remaining), BATCH):
-        if len(ranking.winners) or ranking.stopped or simulator.at_limit:
+        if len(ranking.best) or ranking.stopped or simulator.at_limit:
             return
         simulator.simulate(remaining[begin : begin + BATCH])
 
@@ -171,7 +171,7 @@ def _simulate_promising(simulator: _Simulator) -> None:
     values = ranking.bounds
     if values is None:
         values = objectives.values(ranking.estimates, ranking.options.objectives)[:, 0]
-    while len(ranking.winners) and not ranking.stopped:
+    while len(ranking.best) and not ranking.stopped:
         indices = ranking.promising()
         if not len(indices) or (simulator.at_limit and not ranking.options.exact):
             return
@@ -186,7 +186,7 @@ def _simulate_choices(simulator: _Simulator) -> None:
     ranking, names = simulator.ranking, simulator.ranking.options.objectives[:1]
     remaining = MOST_CHOICES
     for _ in range(CHOICE_ROUNDS):
-        if not len(ranking.winners):
+        if not len(ranking.best):
             return
         values = objectives.values(ranking.figures, names)[:, 0]
         attempted, usable = ranking.attempted, ranking.fits & np.isfinite(values)
@@ -215,7 +215,7 @@ def _simulate_smaller(simulator: _Simulator) -> None:
     ranking, options = simulator.ranking, simulator.ranking.options
     if len(options.objectives) > 1 or options.all_variants:
         return
-    estimates, rows = ranking.estimates, ranking.rows()[: options.top]
+    estimates, rows = ranking.estimates, ranking.of_layouts[: options.top]
     values = objectives.values(estimates, options.objectives)[:, 0]
     exact = objectives.values(ranking.figures.take(rows), options.objectives)[:, 0]
     layout, peak = layouts(ranking.candidates), estimates.peak

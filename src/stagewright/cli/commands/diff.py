@@ -11,6 +11,7 @@ from stagewright.cli import output, runs
 from stagewright.cli.command import command
 from stagewright.cli.option_types import RealNumber
 from stagewright.cli.options import ALLOW_OOM, JSON, diff_settings
+from stagewright.cli.progress import shown
 from stagewright.errors import UserError, did_you_mean
 
 SLOWER = 1
@@ -72,14 +73,15 @@ def diff(
 
     if b == os.devnull:
         raise UserError(f"{b}: a deleted file has no figures; wanted a new run")
-    if a == os.devnull:
-        run = read_run("new", b, given)
-        result = new = run.result()
-        notes, slowdown = run.all_notes, 0.0
-    else:
-        result = compare(a, b, **given)
-        new = result.results[1] if result.results else None
-        notes, slowdown = result.notes, result.slowdown
+    with shown("tasks or requests") as bar:
+        if a == os.devnull:
+            run = read_run("new", b, given)
+            result = new = run.result(bar)
+            notes, slowdown = run.all_notes, 0.0
+        else:
+            result = compare(a, b, progress=bar, **given)
+            new = result.results[1] if result.results else None
+            notes, slowdown = result.notes, result.slowdown
     if markdown:
         output.say(result.markdown())
     else:
