@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from stagewright.errors import UserError
-from stagewright.run.sections import EXPERIMENT
+from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.declare import as_lists, setting_in_words
 from stagewright.run.sections.execution import Execution
@@ -44,12 +44,23 @@ class Experiment:
     cluster: ClusterSection
     execution: Execution
 
+    def value(self, name: str) -> Any:
+        """Value of one setting."""
+        homes = {"cluster": self.cluster, "execution": self.execution}
+        return getattr(homes.get(EXPERIMENT[name].section, self.run), name)
+
     def values(self) -> dict[str, Any]:
         """All settings by name."""
-        homes = {"cluster": self.cluster, "execution": self.execution}
-        return {
-            of.name: getattr(homes.get(of.section, self.run), of.name) for of in EXPERIMENT.values()
+        return {name: self.value(name) for name in EXPERIMENT}
+
+    def given(self) -> dict[str, Any]:
+        """Settings that are not defaults, in the order of their sections."""
+        of_run = self.run.given()
+        values = {
+            of.name: of_run.get(of.name, of.default) if of.name in SETTINGS else self.value(of.name)
+            for of in EXPERIMENT.values()
         }
+        return {n: v for n, v in values.items() if n in of_run or v != EXPERIMENT[n].default}
 
     @classmethod
     def of(

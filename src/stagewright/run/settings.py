@@ -30,7 +30,7 @@ from stagewright.model.architecture import LIMITS
 from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig
 from stagewright.printable import printable
-from stagewright.run import frameworks, lengths, requests
+from stagewright.run import lengths, requests
 from stagewright.run.files import is_manifest, read_settings, settings_of
 from stagewright.run.other_names import Pending
 from stagewright.run.pipeline_split import compute_split, even_split, layout_split, split_with_ends
@@ -83,7 +83,8 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
         if not isinstance(values, Mapping):
             return values
         _refuse_half_characters(cast("Mapping[str, Any]", values))
-        return frameworks.with_defaults(as_lists(cast("Mapping[str, Any]", values), SETTINGS))
+        given = as_lists(cast("Mapping[str, Any]", values), SETTINGS)
+        return habits_of(str(given.get("framework"))) | given
 
     @field_validator("requests", mode="before")
     @classmethod
@@ -147,12 +148,12 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
         """
         try:
             if is_manifest(values):
-                # Settings that follow from others, or from the framework, are computed anew.
+                # Settings that follow from others, or from another framework, are computed anew.
                 recorded = cls._validated(values["run"]).unresolved().model_dump()
-                if (overrides or {}).get("framework", recorded["framework"]) != (
-                    recorded["framework"]
-                ):
-                    recorded = frameworks.without_defaults(recorded)
+                framework = recorded["framework"]
+                if (overrides or {}).get("framework", framework) != framework:
+                    implied = habits_of(framework).items()
+                    recorded = {k: v for k, v in recorded.items() if (k, v) not in implied}
                 values = {**values, "run": recorded}
             chosen, pending = settings_of(values, overrides, path)
             given = {k: v for k, v in chosen.items() if k not in _ELSEWHERE}
@@ -419,6 +420,18 @@ def usual_batch(run: Run, model: ModelConfig, gpus: Iterable[int]) -> int:
     while batch < target:
         batch *= 2
     return batch
+
+
+def habits_of(framework: str) -> dict[str, Any]:
+    """Defaults of a framework that are not those of `Run`, Megatron-LM's; each setting has its own.
+
+    docs/internals/frameworks.md shows them, with sources.
+
+    >>> run = Run(model="llama3-8b", framework="torchtitan", recompute_early_stop=False)
+    >>> run.operators, run.recompute_early_stop
+    ('eager', False)
+    """
+    return {of.name: of.habits[framework] for of in SETTINGS.values() if framework in of.habits}
 
 
 def _refuse_half_characters(values: Mapping[str, Any]) -> None:

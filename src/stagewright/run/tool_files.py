@@ -28,7 +28,9 @@ from stagewright.launch.names import written
 from stagewright.launch.tables import nested, table, value_of
 from stagewright.model.config import ModelConfig
 from stagewright.model.presets import PRESETS
+from stagewright.run.experiment import Experiment
 from stagewright.run.sections import EXPERIMENT
+from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.declare import text_of
 from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.memory import Module
@@ -86,20 +88,12 @@ class TrainedRun:
         cls, run: Run, model: ModelConfig, execution: Execution, *, before_blackwell: bool = False
     ) -> TrainedRun:
         """Resolve a run of a model."""
-        resolved, given = run.resolved(model), run.unresolved(model).given()
+        resolved = run.resolved(model)
+        given = Experiment(run.unresolved(model), ClusterSection(), execution).given()
         if resolved.etp == resolved.tp:  # as without it
             given.pop("etp", None)
-        for setting in EXPERIMENT.values():
-            if setting.section == "execution":
-                value = getattr(execution, setting.name)
-                given |= {} if value == setting.default else {setting.name: value}
-        return cls(
-            resolved,
-            model.with_overrides(run.layers, run.vocab, run.mtp_num_layers),
-            execution,
-            {name: given[name] for name in EXPERIMENT if name in given},
-            before_blackwell,
-        )
+        whole = model.with_overrides(run.layers, run.vocab, run.mtp_num_layers)
+        return cls(resolved, whole, execution, given, before_blackwell)
 
     def value(self, name: str) -> Any:
         """Value of a setting; None if other settings leave it without effect."""

@@ -148,10 +148,7 @@ class Candidates:
         """Column of a setting, also of one that all candidates share."""
         if name in self.columns:
             return self.columns[name]
-        setting = EXPERIMENT[name]
-        sections = {"cluster": self.base.cluster, "execution": self.base.execution}
-        value = getattr(sections.get(setting.section, self.base.run), name)
-        return Column.constant(value, self.count)
+        return Column.constant(self.base.value(name), self.count)
 
     def numbers(self, name: str) -> Int:
         """Integers of a setting [candidates]; `ABSENT` where it is None."""

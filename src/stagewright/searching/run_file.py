@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from stagewright.files import atomic, write_text
+from stagewright.run.experiment import Experiment
 from stagewright.run.files import layout_of_script
 from stagewright.run.sections import EXPERIMENT
 from stagewright.searching.candidates import Candidates
@@ -84,17 +85,13 @@ def non_default_settings(candidates: Candidates, index: int) -> dict[str, Any]:
 
     Hardware is given by name, also where no file has that name.
     """
-    run, hardware = candidates.run(index), candidates.hardware(index)
-    values: dict[str, Any] = {"model": run.model, "hardware": hardware.name, **run.given()}
-    sections = {"cluster": candidates.cluster(index), "execution": candidates.execution(index)}
-    for setting in EXPERIMENT.values():
-        if setting.section in sections and setting.name not in ("hardware", "nodes"):
-            value = getattr(sections[setting.section], setting.name)
-            if value != setting.default:
-                values[setting.name] = value
+    run = candidates.run(index)
+    experiment = Experiment(run, candidates.cluster(index), candidates.execution(index))
+    values = experiment.given() | {"hardware": candidates.hardware(index).name}
+    values.pop("nodes", None)
     # Another layout than the script's, whose defaults count, too.
     values |= {name: getattr(run, name) for name in layout_of_script(run.model)}
-    return {name: values[name] for name in ("model", *EXPERIMENT) if name in values}
+    return {"model": run.model} | {name: values[name] for name in EXPERIMENT if name in values}
 
 
 def run_file(candidates: Candidates, index: int, hardware: str | None = None) -> str:

@@ -167,11 +167,8 @@ def _numbers(chart: Chart) -> str:
 
 def _check_no_machine(experiment: Experiment) -> None:
     """Refuse options that say how a step runs on hardware that is not named."""
-    from stagewright.run.sections import EXPERIMENT
+    from stagewright.run.sections import EXPERIMENT, SETTINGS
 
-    sections = {"cluster": experiment.cluster, "execution": experiment.execution}
-    for setting in EXPERIMENT.values():
-        home = sections.get(setting.section)
-        if home is not None and getattr(home, setting.name) != setting.default:
-            flag = setting.flag
-            raise UserError(f"{flag} is for --hardware; add that, or leave {flag} out")
+    for name in (name for name in experiment.given() if name not in SETTINGS):
+        flag = EXPERIMENT[name].flag
+        raise UserError(f"{flag} is for --hardware; add that, or leave {flag} out")
