@@ -73,9 +73,6 @@ class Calibration(PublicResult):
             "notes": self.notes,
         }
 
-    def _json_rows(self) -> dict[str, Any]:
-        return {}
-
     def write(self, path: str | os.PathLike[str]) -> list[str]:
         """Write a hardware file (`.yaml`), the durations (`.csv`), or everything (`.json`)."""
         check_suffix(path_text(path), self.suffixes)

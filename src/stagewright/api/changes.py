@@ -323,9 +323,6 @@ class Changes(PublicResult):
             "notes": self.notes,
         }
 
-    def _json_rows(self) -> dict[str, Any]:
-        return {}
-
 
 def _is_severe(remark: Remark) -> bool:
     return remark.level != "note"

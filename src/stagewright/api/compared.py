@@ -103,9 +103,6 @@ class Comparison(PublicResult):
             "notes": self.notes,
         }
 
-    def _json_rows(self) -> dict[str, Any]:
-        return {}
-
     def page(self) -> str:
         """The page that `write` writes as `.html`: both steps in time, and the tables."""
         return views.page(self._comparison, self._title)

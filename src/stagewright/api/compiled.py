@@ -71,9 +71,6 @@ class Compiled(CompiledRun, PublicResult):
         """What ranks compute, exchange and hold: the object of `show --json`."""
         return summary(self)
 
-    def _json_rows(self) -> dict[str, Any]:
-        return {}
-
     def page(self) -> str:
         """The page that `write` writes as `.html`."""
         return html_page(self)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from stagewright.api.result import PublicResult, known, path_text
+from stagewright.api.compared import Paths, paths_of
+from stagewright.api.result import PublicResult, known
 from stagewright.errors import UserError, did_you_mean
 from stagewright.recorded.read import read_traces
 from stagewright.recorded.replay import Change, Replayed
@@ -100,9 +100,12 @@ class Replay(PublicResult):
     def _rows(self) -> Table:
         return views.kernels_table(self._replayed)
 
+    def _json_rows(self) -> dict[str, Any]:
+        return {"rows": self._rows().rows}
+
 
 def replay(
-    traces: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    traces: Paths,
     *,
     step: int | None = None,
     annotation: str | None = None,
@@ -119,8 +122,6 @@ def replay(
     wait for other ranks; `scale` are factors of durations by family of kernels, `link` is the
     factor of the bandwidth between ranks, `stragglers` are factors of the kernels of a rank.
     """
-    single = isinstance(traces, str | os.PathLike)
-    paths = [path_text(path) for path in ([traces] if single else traces)]  # pyright: ignore
     if step is not None and annotation is not None:
         raise UserError("both a step and an annotation are given; wanted one of them")
     left_out = [without] if isinstance(without, str) else list(without)
@@ -135,7 +136,7 @@ def replay(
         link=_factor("link", link),
         stragglers={r: _factor(f"straggler {r}", f) for r, f in (stragglers or {}).items()},
     )
-    return Replay(replay_traces(read_traces(paths, step, annotation), change))
+    return Replay(replay_traces(read_traces(paths_of(traces), step, annotation), change))
 
 
 def _factor(name: str, value: object) -> float:

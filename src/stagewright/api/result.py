@@ -79,7 +79,7 @@ class PublicResult:
 
     def _json_rows(self) -> dict[str, Any]:
         """What `.json` has besides the keys of `to_dict`."""
-        return {"rows": self._rows().rows}
+        return {}
 
     def page(self) -> str:
         """The result as a page of HTML."""

@@ -196,6 +196,9 @@ class ServingSearch(PublicResult):
     def _rows(self) -> Table:
         return self.table("choices")
 
+    def _json_rows(self) -> dict[str, Any]:
+        return {"rows": self._rows().rows}
+
     def page(self) -> str:
         """The page that `write` writes as `.html`."""
         return serving_search_page(self.ranking, self.all_removed, self.load)

@@ -179,6 +179,9 @@ class Serving(ServedRun, PublicResult):
     def _rows(self) -> Table:
         return self.table("requests")
 
+    def _json_rows(self) -> dict[str, Any]:
+        return {"rows": self._rows().rows}
+
     def page(self) -> str:
         """The page that `write` writes as `.html`."""
         count = plural(self.summary.requests, "request", "requests")

@@ -112,9 +112,6 @@ class Simulation(SimulatedStep, PublicResult):
         }
         return super().to_dict() | known | memory
 
-    def _json_rows(self) -> dict[str, Any]:
-        return {}
-
     def page(self) -> str:
         """The page that `write` writes as `.html`."""
         return html_page(self.compiled, self)

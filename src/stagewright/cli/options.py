@@ -25,7 +25,7 @@ ALLOW_OOM = click.option(
     "--allow-oom",
     is_flag=True,
     expose_value=False,
-    callback=runs.note_allow_oom,
+    callback=runs.kept,
     help="Exit with 0, not 3, if the run does not fit into the memory of a device.",
 )
 
@@ -46,27 +46,21 @@ ADDRESS = click.option(
 
 # ---- files that are written ----------------------------------------------------------------------
 
-_FORCED = "stagewright.force"
 _OUTPUTS = "stagewright.outputs"
-
-
-def _note_force(context: click.Context, parameter: click.Parameter, value: bool) -> None:
-    context.meta[_FORCED] = value
-
 
 FORCE = click.option(
     "--force",
     is_flag=True,
     is_eager=True,  # known when the names of files are checked
     expose_value=False,
-    callback=_note_force,
+    callback=runs.kept,
     help="Replace the output of an earlier run.",
 )
 
 
 def forced() -> bool:
     """True if the command may replace existing outputs."""
-    return bool(click.get_current_context().meta.get(_FORCED))
+    return bool(runs.option_kept("force"))
 
 
 def _check_file(
@@ -128,36 +122,24 @@ _OF_SEARCHES = (_OF_RUNS - {"mode", "batch_size", "context_length", "prompt_leng
 _METAVARS = {int: "N", float: "X", tuple: "LIST", frozenset: "LIST"}
 
 
-def experiment_options(*common: str) -> Callable[[_Command], _Command]:
-    """Add the model, the run file, and every setting of a run, its machine and its execution.
-
-    `common`: settings in the short help, besides those of all commands.
-    """
+def _with_settings(
+    make: Callable[[], list[click.Parameter]],
+) -> Callable[[_Command], _Command]:
+    """Note what makes the options of settings, for `cli.command.Command`."""
 
     def note(command: _Command) -> _Command:
-        # `cli.command.Command` makes the options when the command is used.
-        command.__dict__["settings"] = partial(_of_experiment, _OF_RUNS | {*common}, option_of)
+        command.__dict__["settings"] = make
         return command
 
     return note
 
 
-def serving_options(command: _Command) -> _Command:
-    """Add settings of requests over time, of engines, and of a run in inference."""
-    command.__dict__["settings"] = _of_serving
-    return command
+def experiment_options(*common: str) -> Callable[[_Command], _Command]:
+    """Add the model, the run file, and every setting of a run, its machine and its execution.
 
-
-def diff_settings(command: _Command) -> _Command:
-    """Add every setting of a run and of serving, without a model and a run file."""
-    command.__dict__["settings"] = _of_diff
-    return command
-
-
-def search_settings(command: _Command) -> _Command:
-    """Add every setting, as a list or a range; those of serving are for `search --serve`."""
-    command.__dict__["settings"] = _of_searches
-    return command
+    `common`: settings in the short help, besides those of all commands.
+    """
+    return _with_settings(partial(_of_experiment, _OF_RUNS | {*common}, option_of))
 
 
 def _of_experiment(
@@ -206,13 +188,14 @@ def _of_launch_files() -> list[click.Parameter]:
         common=False,
         is_flag=True,
         expose_value=False,
-        callback=runs.note_ignore_unknown,
+        callback=runs.kept,
         help="Read a file without flags that change the step and are not modelled.",
     )
     return [of_set, ignore]
 
 
 def _of_serving() -> list[click.Parameter]:
+    """Settings of requests over time, of engines, and of a run in inference."""
     from stagewright.run.sections import EXPERIMENT
     from stagewright.run.sections.declare import INFERENCE
     from stagewright.run.sections.serving import OF_ONE_STEP, SERVING
@@ -233,6 +216,7 @@ def _of_serving() -> list[click.Parameter]:
 
 
 def _of_diff() -> list[click.Parameter]:
+    """Every setting of a run and of serving, without a model and a run file."""
     from stagewright.run.sections.serving import SERVING
 
     load = [option_of(of) for of in SERVING.values()]
@@ -241,19 +225,16 @@ def _of_diff() -> list[click.Parameter]:
     _, _, *others = _of_experiment(common, option_of)  # without MODEL and --config
     for option in (*load, *others):
         if isinstance(option, SectionOption) and not option.common:
-            option.common = option.name in (
-                "set",
-                "ignore_unknown",
-                "rate",
-                "concurrency",
-                "isl",
-                "osl",
-            )
+            named = ("set", "ignore_unknown", "rate", "concurrency", "isl", "osl")
+            option.common = option.name in named
     return [*(of for of in others if not taken & {*of.opts}), *load]
 
 
 def _of_searches() -> list[click.Parameter]:
-    """Options of all settings; where two share a name, `--serve` decides which one is meant."""
+    """Every setting, as a list or a range; those of serving are for `search --serve`.
+
+    Where two share a name, `--serve` decides which one is meant.
+    """
     from stagewright.run.sections.serving import SERVING
 
     options = _of_experiment(_OF_SEARCHES, option_of_lists)
@@ -281,6 +262,11 @@ def _of_searches() -> list[click.Parameter]:
         option.section, option.common = section, setting.name in _OF_SEARCHES
         options.append(option)
     return options
+
+
+serving_options = _with_settings(_of_serving)
+diff_settings = _with_settings(_of_diff)
+search_settings = _with_settings(_of_searches)
 
 
 def _names(options: Iterable[click.Parameter]) -> set[str]:

@@ -52,7 +52,17 @@ def tool_of(model: str | None, name: str | None, tools: Collection[str]) -> str 
     return name if name in tools else None
 
 
-_VARIABLES, _IGNORES = "stagewright.set", "stagewright.ignore_unknown"
+_VARIABLES = "stagewright.set"
+
+
+def kept(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+    """Keep an option that the command's function does not get."""
+    context.meta[f"stagewright.{parameter.name}"] = value
+
+
+def option_kept(name: str) -> Any:
+    """Value of an option that was kept, by its parameter's name; None: the command lacks it."""
+    return click.get_current_context().meta.get(f"stagewright.{name}")
 
 
 def note_variables(
@@ -66,11 +76,6 @@ def note_variables(
         context.meta.setdefault(_VARIABLES, {})[name.strip()] = value
 
 
-def note_ignore_unknown(context: click.Context, parameter: click.Parameter, value: bool) -> None:
-    """Keep the option for `launch_files`."""
-    context.meta[_IGNORES] = value
-
-
 def launch_files(context: click.Context) -> None:
     """Give the launch files of a command line the values of `--set`, and show what was read.
 
@@ -80,7 +85,7 @@ def launch_files(context: click.Context) -> None:
     from stagewright.files import read_text
     from stagewright.launch import files
 
-    given, ignores = context.meta.get(_VARIABLES, {}), context.meta.get(_IGNORES, False)
+    given, ignores = context.meta.get(_VARIABLES, {}), bool(option_kept("ignore_unknown"))
     words = [context.params.get(name) for name in ("config", "model", "a", "b")]
     names = [*filter(None, (*words, *context.params.get("others", ())))]
     paths = {name: path for name in names if (path := files.find(name))}
@@ -147,13 +152,6 @@ INTERRUPTED = 130
 DOES_NOT_FIT = 3
 """Exit code if a run does not fit into the memory of a device."""
 
-ALLOW_OOM = "stagewright.allow_oom"
-
-
-def note_allow_oom(context: click.Context, parameter: click.Parameter, value: bool) -> None:
-    """Keep the option for `code_of`."""
-    context.meta[ALLOW_OOM] = value
-
 
 def code_of(fit: Fit | None) -> int:
     """Exit code of a command with `--allow-oom`, with a message on stderr if it is 3.
@@ -162,7 +160,7 @@ def code_of(fit: Fit | None) -> int:
     """
     from stagewright.numbers import side_by_side
 
-    if fit is None or not fit.cannot_fit or click.get_current_context().meta[ALLOW_OOM]:
+    if fit is None or not fit.cannot_fit or option_kept("allow_oom"):
         return 0
     held, room = side_by_side(fit.peak, fit.device_memory, "B")
     click.echo(

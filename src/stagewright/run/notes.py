@@ -70,7 +70,9 @@ def _idle(experiment: Experiment) -> Iterator[str]:
         value = values[setting.name]
         if value in (setting.default, setting.default_of(run.framework)):
             continue
-        why = next((case for case in setting.idle if _holds(case, values)), None)
+        why = next(
+            (case for case in setting.idle if all(values[n] == x for n, x in case.items())), None
+        )
         if why is not None and run.mode in setting.modes:
             yield f"{setting_in_words(setting.name, value)} does nothing with {_case(why)}"
 
@@ -79,10 +81,6 @@ def _axes(experiment: Experiment) -> Iterator[str]:
     for axis in sorted(experiment.execution.no_overlap, key=DEGREES.index):
         if getattr(experiment.run, axis) == 1:
             yield f"no_overlap={axis} does nothing with {axis}=1"
-
-
-def _holds(case: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
-    return all(values[name] == value for name, value in case.items())
 
 
 def _case(case: Mapping[str, Any]) -> str:
