@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from reprlib import repr as shown
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -83,23 +83,10 @@ def read(path: str | Path) -> Groups:
         where = f"{path}, line {line}"
         if len(row) != len(names):
             raise UserError(f"{where}: has {len(row)} cells, wanted {len(names)}, as the header")
-        values = {n: _number(cell.strip(), n, where) for n, cell in zip(names, row, strict=True)}
-        groups.append(Group(**values))
+        cells = [cell.strip() for cell in row]
+        numbers = [int(x) if x.isdecimal() and x.isascii() and len(x) <= 10 else x for x in cells]
+        groups.append(_group(dict(zip(names, numbers, strict=True)), where))
     return merge_groups(groups, str(path))
-
-
-def _number(text: str, name: str, where: str) -> int:
-    if not (text.isdecimal() and text.isascii() and len(text) <= 10):
-        raise UserError(f"{where}: {name} is {shown(text)}, wanted a whole number")
-    return _in_range(int(text), name, where)
-
-
-def _in_range(value: int, name: str, where: str) -> int:
-    if not _LEAST[name] <= value <= LARGEST:
-        raise UserError(
-            f"{where}: {name} is {value}, wanted a number from {_LEAST[name]} to {LARGEST}"
-        )
-    return value
 
 
 def groups_of_rows(rows: Sequence[Any]) -> Groups:
@@ -110,18 +97,26 @@ def groups_of_rows(rows: Sequence[Any]) -> Groups:
         row = asdict(row) if isinstance(row, Group) else row
         if not isinstance(row, Mapping):
             raise UserError(f"{where}: got {shown(row)}, wanted such as context_length: 4096")
-        values: dict[str, int] = {}
-        pairs: Any = row.items()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-        for name, value in pairs:
-            if name not in _LEAST:
-                raise UserError(f"{where}: unknown key {shown(name)}; wanted {_NAMES}")
-            if value is None:
-                continue
-            if type(value) is not int:
-                raise UserError(f"{where}: {name} is {shown(value)}, wanted a whole number")
-            values[name] = _in_range(value, name, where)
-        groups.append(Group(**values))
+        groups.append(_group(cast("Mapping[object, object]", row), where))
     return merge_groups(groups, "requests")
+
+
+def _group(row: Mapping[Any, object], where: str) -> Group:
+    """A row as a group; None says nothing."""
+    values: dict[str, int] = {}
+    for name, value in row.items():
+        if name not in _LEAST:
+            raise UserError(f"{where}: unknown key {shown(name)}; wanted {_NAMES}")
+        if value is None:
+            continue
+        if type(value) is not int:
+            raise UserError(f"{where}: {name} is {shown(value)}, wanted a whole number")
+        if not _LEAST[name] <= value <= LARGEST:
+            raise UserError(
+                f"{where}: {name} is {value}, wanted a number from {_LEAST[name]} to {LARGEST}"
+            )
+        values[name] = value
+    return Group(**values)
 
 
 def merge_groups(groups: Sequence[Group], where: str) -> Groups:

@@ -85,20 +85,10 @@ def allowance_of(run: Settings) -> int:
     return read_bytes(run.memory_allowance, "memory_allowance")
 
 
-def defaults(
-    run: Settings,
-    longest: int,
-    *,
-    latent: bool = False,
-    indexed: bool = False,
-    sources: bool = False,
-) -> dict[str, Any]:
+def defaults(run: Settings, model: ModelConfig, longest: int) -> dict[str, Any]:
     """Defaults of settings that are None; `longest` is the model's longest sequence, capped.
 
     No request that follows from a default is longer than `run.max_model_len`.
-    `latent`: the model has latent attention; `indexed`: to tokens that an indexer chooses, which
-    are not expanded (vllm/v1/attention/backends/mla/flashmla_sparse.py). `sources`: requests have
-    tokens of an encoder.
     """
     values: dict[str, Any] = {}
     rows = _rows(run)
@@ -108,20 +98,17 @@ def defaults(
         values["context_length"] = 0 if run.mode == "prefill" else max(0, most - new)
     if run.mode == "prefill" and (rows is None or any(g.new_tokens is None for g in rows)):
         cached = (run.context_length or 0) if run.max_model_len else 0
-        values["prompt_length"] = 1 if sources else max(1, most - cached)
-    if sources:
+        values["prompt_length"] = 1 if model.encoder_num_layers else max(1, most - cached)
+    if model.encoder_num_layers:
         values["source_length"] = longest
-    if latent:  # as vLLM's backends do (vllm/v1/attention/backends/mla/common.py)
-        expands = run.mode == "prefill" and not indexed
+    if model.kv_lora_rank:  # as vLLM's backends do (vllm/v1/attention/backends/mla/common.py)
+        # Tokens that an indexer chooses are not expanded (mla/flashmla_sparse.py).
+        expands = run.mode == "prefill" and not model.index_topk
         values["mla"] = "naive" if expands else "absorb"
     if run.kv_cache == "contiguous":
-        context = run.context_length
-        prompt = run.prompt_length
-        filled = _groups(
-            run,
-            values.get("context_length") if context is None else context,
-            values.get("prompt_length") if prompt is None else prompt,
-        )
+        given = {"context_length": run.context_length, "prompt_length": run.prompt_length}
+        given = values | {name: value for name, value in given.items() if value is not None}
+        filled = _groups(run, given.get("context_length"), given.get("prompt_length"))
         values["max_model_len"] = max(lengths.length(g) for g in filled)
     return values
 

@@ -236,14 +236,7 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
             if model.encoder_num_layers:
                 defaults["decoder_seq_length"] = self.seq_length or longest
         else:
-            sources = model.encoder_num_layers > 0
-            defaults |= requests.defaults(
-                self,
-                longest,
-                latent=model.kv_lora_rank > 0,
-                indexed=model.index_topk > 0,
-                sources=sources,
-            )
+            defaults |= requests.defaults(self, model, longest)
             if model.quantization and model.quantization.kv_cache and self.precision == "bf16":
                 defaults["kv_cache_dtype"] = model.quantization.kv_cache
         absent = {name: value for name, value in defaults.items() if getattr(self, name) is None}
