@@ -109,9 +109,7 @@ def with_views(compiled: CompiledRun) -> Compiled:
 
 
 def run_of(
-    model: Asked,
-    settings: Mapping[str, Any],
-    gpus: Callable[[str | None], int] = gpus_per_node,
+    model: Asked, settings: Mapping[str, Any], gpus: Callable[[str | None], int] = gpus_per_node
 ) -> Run:
     """The run with these settings, which replace those that it has.
 

@@ -55,9 +55,7 @@ from stagewright.serving.search.search import (
     ServingRanking,
     ServingTarget,
 )
-from stagewright.serving.search.search import (
-    search_serving as ranked,
-)
+from stagewright.serving.search.search import search_serving as ranked
 from stagewright.serving.workload import Workload
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
@@ -248,10 +246,7 @@ def search_serving(
     alone = isinstance(hardware, str | Hardware)
     systems = [hardware] if alone else [*hardware]
     question = asked_serving(
-        {"model": path_text(model), **settings},
-        hardware=systems,
-        workload=workload,
-        config=config,
+        {"model": path_text(model), **settings}, hardware=systems, workload=workload, config=config
     )
     return searched_serving(question)
 

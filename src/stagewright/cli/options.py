@@ -122,9 +122,7 @@ _OF_SEARCHES = (_OF_RUNS - {"mode", "batch_size", "context_length", "prompt_leng
 _METAVARS = {int: "N", float: "X", tuple: "LIST", frozenset: "LIST"}
 
 
-def _with_settings(
-    make: Callable[[], list[click.Parameter]],
-) -> Callable[[_Command], _Command]:
+def _with_settings(make: Callable[[], list[click.Parameter]]) -> Callable[[_Command], _Command]:
     """Note what makes the options of settings, for `cli.command.Command`."""
 
     def note(command: _Command) -> _Command:

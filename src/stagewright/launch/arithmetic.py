@@ -53,10 +53,7 @@ class _Expression:
     """Evaluates an expression while it is parsed; parts with `run` False change nothing."""
 
     def __init__(
-        self,
-        tokens: list[str],
-        lookup: Callable[[str], int],
-        assign: Callable[[str, int], object],
+        self, tokens: list[str], lookup: Callable[[str], int], assign: Callable[[str, int], object]
     ) -> None:
         self.lookup, self.assign, self.tokens = lookup, assign, tokens
         self.place = 0

@@ -188,9 +188,7 @@ class Tool(NamedTuple):
 
 
 def parse(
-    words: Sequence[str],
-    tables: Iterable[Mapping[str, FlagRow]],
-    stray: list[str] | None = None,
+    words: Sequence[str], tables: Iterable[Mapping[str, FlagRow]], stray: list[str] | None = None
 ) -> Iterator[Flag]:
     """Flags of a command line; words that belong to none are passed over, or put into `stray`.
 

@@ -14,12 +14,7 @@ from stagewright.run.model_rules import decoder_sequence, images, rules_of_model
 from stagewright.run.requests import read_bytes
 from stagewright.run.rule import EACH, Errors, RunRule, rule
 from stagewright.run.sections import SETTINGS
-from stagewright.run.sections.declare import (
-    BYTES,
-    Setting,
-    describe_need,
-    describe_value,
-)
+from stagewright.run.sections.declare import BYTES, Setting, describe_need, describe_value
 from stagewright.run.serving_rules import served_models, served_steps
 from stagewright.run.settings import Run
 from stagewright.run.training_rules import AS_GIVEN, TRAINING, ranks

@@ -398,9 +398,7 @@ def _offload(trained: TrainedRun) -> Lines:
             yield flag("optimizer-offload-fraction", run.optimizer_offload_fraction)
 
 
-@MEGATRON.rule(
-    *("moe_token_dispatcher_type", "moe_flex_dispatcher", "moe_apply_probs"),
-)
+@MEGATRON.rule("moe_token_dispatcher_type", "moe_flex_dispatcher", "moe_apply_probs")
 def _experts(trained: TrainedRun) -> Lines:
     """Options of experts; by default tokens are all-gathered and experts not grouped."""
     run, dispatcher = trained.run, trained.run.moe_token_dispatcher_type
@@ -551,8 +549,7 @@ def _torchtitan_stages(trained: TrainedRun) -> Lines:
 
 
 @TORCHTITAN.rule(
-    *("micro_batch_size", "global_batch_size"),
-    *("precision", "grad_reduce_dtype", "clip_grad"),
+    *("micro_batch_size", "global_batch_size"), *("precision", "grad_reduce_dtype", "clip_grad")
 )
 def _torchtitan_training(trained: TrainedRun) -> Lines:
     run, length = trained.run, trained.run.seq_length or 0

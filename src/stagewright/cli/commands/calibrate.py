@@ -9,10 +9,7 @@ from stagewright.cli.command import command
 from stagewright.cli.options import FORCE, JSON, output_file
 
 
-@command(
-    47,
-    "stagewright calibrate recorded --base h100-sxm -o mine.yaml --durations kernels.csv",
-)
+@command(47, "stagewright calibrate recorded --base h100-sxm -o mine.yaml --durations kernels.csv")
 @click.argument("traces", nargs=-1, required=True, metavar="TRACE...")
 @click.option("--base", required=True, metavar="NAME", help="Hardware, by name or .yaml file.")
 @output_file("-o", "--out", help="The hardware file: mine.yaml.")

@@ -40,12 +40,7 @@ _OF_RUNS = (".yaml", ".yml", ".json", ".stg", ".sh", ".bash", ".sbatch", ".slurm
 @ALLOW_OOM
 @JSON
 def diff(
-    a: str,
-    b: str,
-    max_slowdown: float | None,
-    markdown: bool,
-    as_json: bool,
-    **settings: Any,
+    a: str, b: str, max_slowdown: float | None, markdown: bool, as_json: bool, **settings: Any
 ) -> int:
     """Compare two runs: settings that differ, time, memory, communication and cost of both.
 

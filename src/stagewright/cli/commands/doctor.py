@@ -14,11 +14,7 @@ if TYPE_CHECKING:
     from stagewright.evidence.doctor import Examination, Package
 
 
-@command(
-    130,
-    "stagewright doctor",
-    "stagewright doctor --json",
-)
+@command(130, "stagewright doctor", "stagewright doctor --json")
 @JSON
 def doctor(as_json: bool) -> int:
     """Report the packages that are installed and missing.

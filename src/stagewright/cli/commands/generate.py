@@ -10,14 +10,7 @@ import click
 import stagewright
 from stagewright.cli import output, runs
 from stagewright.cli.command import command
-from stagewright.cli.options import (
-    FORCE,
-    OUT_DIRECTORY,
-    RANKS,
-    WORKERS,
-    experiment_options,
-    forced,
-)
+from stagewright.cli.options import FORCE, OUT_DIRECTORY, RANKS, WORKERS, experiment_options, forced
 from stagewright.cli.progress import shown
 from stagewright.errors import UserError
 

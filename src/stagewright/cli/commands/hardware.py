@@ -9,11 +9,7 @@ from stagewright.cli.command import command
 from stagewright.cli.options import JSON
 
 
-@command(
-    20,
-    "stagewright hardware",
-    "stagewright hardware h100-sxm --json",
-)
+@command(20, "stagewright hardware", "stagewright hardware h100-sxm --json")
 @click.argument("name", required=False)
 @JSON
 def hardware(name: str | None, as_json: bool) -> None:

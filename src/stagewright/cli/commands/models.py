@@ -9,12 +9,7 @@ from stagewright.cli.command import command
 from stagewright.errors import UserError, did_you_mean
 
 
-@command(
-    10,
-    "stagewright models",
-    "stagewright models qwen MoE",
-    "stagewright models --json",
-)
+@command(10, "stagewright models", "stagewright models qwen MoE", "stagewright models --json")
 @click.argument("words", nargs=-1, metavar="[WORD]...")
 @click.option(
     "--json", "as_json", is_flag=True, help="The models as one JSON object, with every field."

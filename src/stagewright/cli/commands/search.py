@@ -15,14 +15,7 @@ from click.core import ParameterSource
 from stagewright.cli import output, runs
 from stagewright.cli.command import command
 from stagewright.cli.option_types import RealNumber, WholeNumber, Word
-from stagewright.cli.options import (
-    ADDRESS,
-    FORCE,
-    JSON,
-    WORKERS,
-    check_output,
-    search_settings,
-)
+from stagewright.cli.options import ADDRESS, FORCE, JSON, WORKERS, check_output, search_settings
 from stagewright.cli.progress import shown
 from stagewright.errors import Stopped, UserError
 from stagewright.numbers import duration, plural

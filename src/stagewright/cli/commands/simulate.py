@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 @ALLOW_OOM
 @JSON
 def simulate(
-    model: str | None,
-    config: str | None,
-    perfetto: str | None,
-    as_json: bool,
-    **settings: Any,
+    model: str | None, config: str | None, perfetto: str | None, as_json: bool, **settings: Any
 ) -> int:
     """Simulate a step on a machine: its time, and where it goes.
 

@@ -59,11 +59,7 @@ RUN_SECTIONS: Mapping[str, tuple[str, type]] = MappingProxyType(
 """Sections of `Run` in order: their title and class, by the key that run files use."""
 
 SECTIONS: Mapping[str, tuple[str, type]] = MappingProxyType(
-    {
-        **RUN_SECTIONS,
-        "cluster": ("Machine", ClusterSection),
-        "execution": ("Execution", Execution),
-    }
+    {**RUN_SECTIONS, "cluster": ("Machine", ClusterSection), "execution": ("Execution", Execution)}
 )
 """Sections of an experiment: of a run, its cluster and its execution."""
 

@@ -45,16 +45,9 @@ class AdapterSection:
         **_ADAPTER,
     )
     lora_alpha: Factor | None = of_training(
-        None,
-        "Scale of adapters: lora_alpha / lora_rank.",
-        unset="lora_rank",
-        **_ADAPTER,
+        None, "Scale of adapters: lora_alpha / lora_rank.", unset="lora_rank", **_ADAPTER
     )
-    lora_dropout: Rate = of_training(
-        0.0,
-        "Dropout on the input of adapters.",
-        **_ADAPTER,
-    )
+    lora_dropout: Rate = of_training(0.0, "Dropout on the input of adapters.", **_ADAPTER)
     lora_target_modules: tuple[Text, ...] = of_training(
         ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
         "Linear layers with adapters, in names of Megatron-LM or Hugging Face; linear_qkv is one, "

@@ -21,10 +21,7 @@ class BatchSection:
     """Settings of the batch, and of the order in which stages process microbatches."""
 
     seq_length: Count | None = of_training(
-        None,
-        "Tokens of a sequence.",
-        unset="the model's longest, at most 8192",
-        elsewhere=_LENGTHS,
+        None, "Tokens of a sequence.", unset="the model's longest, at most 8192", elsewhere=_LENGTHS
     )
     decoder_seq_length: Count | None = of_training(
         None,
@@ -42,9 +39,7 @@ class BatchSection:
     Megatron-LM's `--reset-attention-mask`. Of documents of unequal lengths: the sum of the squares
     over the sum of the lengths."""
     micro_batch_size: Count = of_training(
-        1,
-        "Sequences of a microbatch on each rank of dp.",
-        elsewhere="use batch_size",
+        1, "Sequences of a microbatch on each rank of dp.", elsewhere="use batch_size"
     )
     global_batch_size: Count | None = of_training(
         None,

@@ -26,9 +26,7 @@ class ClusterSection:
     """Hardware by name, how much of it, and how its GPUs are connected."""
 
     hardware: Text | None = setting(
-        None,
-        "GPU by name (see `stagewright hardware`), or a .yaml file.",
-        metavar="NAME",
+        None, "GPU by name (see `stagewright hardware`), or a .yaml file.", metavar="NAME"
     )
     nodes: Count | None = setting(None, "Number of nodes; without dp, dp fills them.")
     gpus: Count | None = setting(None, "Number of GPUs; without dp, dp fills them.")
@@ -47,9 +45,7 @@ class ClusterSection:
     )
     """Gives the price of a GPU-hour: `time.ownership.Ownership` has the keys."""
     stragglers: Mapping[int, Factor] | None = setting(
-        None,
-        "Slow rank: its kernels take F times as long; may be repeated.",
-        metavar="RANK=F",
+        None, "Slow rank: its kernels take F times as long; may be repeated.", metavar="RANK=F"
     )
     durations: Text | None = setting(
         None,
@@ -107,10 +103,7 @@ class ClusterSection:
         metavar="TIME",
     )
     spares: Number | None = setting(
-        None,
-        "Spare nodes, which replace nodes in repair.",
-        unset="always enough",
-        modes=TRAINING,
+        None, "Spare nodes, which replace nodes in repair.", unset="always enough", modes=TRAINING
     )
     repair: Seconds | None = setting(
         None,

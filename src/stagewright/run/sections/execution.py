@@ -56,14 +56,12 @@ class Execution:
     )
     """Megatron-LM's name; PyTorch's async TP. Durations follow it (`durations.task_seconds`)."""
     overlap_moe_expert_parallel_comm: Switch = setting(
-        False,
-        "Compute one microbatch while another one's tokens are exchanged between experts.",
+        False, "Compute one microbatch while another one's tokens are exchanged between experts."
     )
     """The backward pass of a microbatch and the forward pass of a later one run together
     (Megatron-LM's name); see `time.simulate.ep_overlap`."""
     moe_flex_dispatcher: Switch = setting(
-        False,
-        "Send a token once to each rank that has experts for it (DeepEP, HybridEP).",
+        False, "Send a token once to each rank that has experts for it (DeepEP, HybridEP)."
     )
     """Not once for each expert: Megatron-LM's `--moe-token-dispatcher-type flex`. Durations follow
     it; traces have a copy for each expert."""
@@ -90,21 +88,17 @@ class Execution:
     """Megatron-LM's words: attn, mlp, mamba, moe_router, moe_preprocess, moe. attn, mlp and mamba
     each stand for all of a layer but its router and experts. Needs launch mode `cuda_graph`."""
     collective_checks: Switch = setting(
-        False,
-        "Compare every collective across hosts first (TORCH_DISTRIBUTED_DEBUG=DETAIL).",
+        False, "Compare every collective across hosts first (TORCH_DISTRIBUTED_DEBUG=DETAIL)."
     )
     """PyTorch's `ProcessGroupWrapper`: a barrier and an exchange of descriptions over TCP, for a
     time that grows with the ranks of the group; see `time.simulate.launches`."""
     p2p_metadata_s: Seconds = setting(
-        0.0,
-        "Time in which hosts exchange the shape of a pipeline message.",
-        metavar="TIME",
+        0.0, "Time in which hosts exchange the shape of a pipeline message.", metavar="TIME"
     )
     """Frameworks that know all shapes send none; some versions of nanotron slept for 0.1 s between
     looks at whether the metadata of a tensor had come."""
     pipeline_drain: Switch = setting(
-        False,
-        "Decode with pp: time one step on an empty pipeline, not one of many.",
+        False, "Decode with pp: time one step on an empty pipeline, not one of many."
     )
     """By default pp batches are in flight, as in vLLM; see `time.simulate.steady`."""
 

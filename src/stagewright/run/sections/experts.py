@@ -43,9 +43,7 @@ class ExpertSection:
         )
     )
     moe_aux_loss_coeff: Weight = of_training(
-        0.0,
-        "Coefficient of the load-balancing loss; 0: no loss.",
-        elsewhere=_NO_LOSS,
+        0.0, "Coefficient of the load-balancing loss; 0: no loss.", elsewhere=_NO_LOSS
     )
     moe_z_loss_coeff: Weight = of_training(
         0.0, "Coefficient of the router's z-loss.", elsewhere=_NO_LOSS

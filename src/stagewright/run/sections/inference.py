@@ -56,9 +56,7 @@ class InferenceSection:
     """Settings of a step of prefill or decode."""
 
     batch_size: Count | None = of_inference(
-        None,
-        "Requests of a step, over all ranks.",
-        unset="dp * pp, or the number of requests",
+        None, "Requests of a step, over all ranks.", unset="dp * pp, or the number of requests"
     )
     prompt_length: Count | None = of_inference(
         None,
@@ -74,9 +72,7 @@ class InferenceSection:
         unset="prefill: 0; decode: one less than the model's longest, 8192 or max-model-len",
     )
     output_length: Count | None = of_inference(
-        None,
-        "Decode: output tokens of a request, which give requests per second.",
-        unset="unknown",
+        None, "Decode: output tokens of a request, which give requests per second.", unset="unknown"
     )
     source_length: Count | None = of_inference(
         None,
@@ -84,13 +80,10 @@ class InferenceSection:
         unset="the model's longest, at most 8192",
     )
     requests: Text | tuple[Group, ...] | None = of_inference(
-        None,
-        "A .csv of requests with columns count, context_length, new_tokens.",
-        metavar="FILE",
+        None, "A .csv of requests with columns count, context_length, new_tokens.", metavar="FILE"
     )
     num_speculative_tokens: Annotated[int, whole(0, 1024)] = of_inference(
-        0,
-        "Decode: draft tokens of a request that the step verifies.",
+        0, "Decode: draft tokens of a request that the step verifies."
     )
     weight_precision: Literal["bf16", "fp8", "int4", "fp4", "nvfp4", "mxfp4"] | None = of_inference(
         None,
@@ -127,8 +120,7 @@ class InferenceSection:
         metavar="SETTINGS",
     )
     num_redundant_experts: Number = of_inference(
-        0,
-        "Replicas of experts (EPLB), which share the load or make ep divide the experts.",
+        0, "Replicas of experts (EPLB), which share the load or make ep divide the experts."
     )
     mla: Literal["naive", "absorb"] | None = of_inference(
         None,

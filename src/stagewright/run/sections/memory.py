@@ -25,9 +25,7 @@ class MemorySection:
     """Recomputation and offload."""
 
     recompute: Literal["none", "selective", "full"] = of_training(
-        "none",
-        "Activations that the backward pass recomputes.",
-        elsewhere=NO_BACKWARD,
+        "none", "Activations that the backward pass recomputes.", elsewhere=NO_BACKWARD
     )
     recompute_modules: tuple[Module, ...] = of_training(
         ("core_attn",),

@@ -14,8 +14,7 @@ class ModelSection:
     """A preset, the path of a Hugging Face config.json, or an id of the hub in its local cache."""
 
     mode: Literal["train", "prefill", "decode"] = setting(
-        "train",
-        "Step to simulate: training, prefill of prompts, or one decode step.",
+        "train", "Step to simulate: training, prefill of prompts, or one decode step."
     )
     as_family: Text | None = setting(
         None,
@@ -31,9 +30,7 @@ class ModelSection:
         None, "Vocabulary size, in place of the model's.", of_requests=True
     )
     make_vocab_size_divisible_by: Count = setting(
-        1,
-        "Pad the vocabulary to a multiple of this times tp.",
-        of_requests=True,
+        1, "Pad the vocabulary to a multiple of this times tp.", of_requests=True
     )
     mtp_num_layers: Annotated[int, whole(0, 16)] | None = of_training(
         None,

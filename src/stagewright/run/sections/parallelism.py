@@ -26,22 +26,10 @@ class ParallelismSection:
     World size: tp * cp * dp * pp, plus the ranks of `prefill`.
     """
 
-    tp: Count = setting(
-        1,
-        "Tensor parallelism: ranks that split every layer.",
-    )
-    cp: Count = setting(
-        1,
-        "Context parallelism: ranks that split the sequence.",
-    )
-    dp: Count = setting(
-        1,
-        "Data parallelism: ranks that split the batch.",
-    )
-    pp: Count = setting(
-        1,
-        "Pipeline parallelism: ranks that split the layers.",
-    )
+    tp: Count = setting(1, "Tensor parallelism: ranks that split every layer.")
+    cp: Count = setting(1, "Context parallelism: ranks that split the sequence.")
+    dp: Count = setting(1, "Data parallelism: ranks that split the batch.")
+    pp: Count = setting(1, "Pipeline parallelism: ranks that split the layers.")
     dcp: Count | None = of_inference(
         None,
         "Inference: ranks of cp and tp that shard the KV cache of a request by token.",
@@ -50,13 +38,10 @@ class ParallelismSection:
     """Those of cp first, then ranks of tp that would hold copies. dcp does not add to the world
     size."""
     ep: Count = setting(
-        1,
-        "Expert parallelism over ranks of tp, cp and dp; not a factor of the world size.",
+        1, "Expert parallelism over ranks of tp, cp and dp; not a factor of the world size."
     )
     etp: Count | None = setting(
-        None,
-        "Tensor parallelism inside an expert.",
-        unset="tp; in inference with ep, 1",
+        None, "Tensor parallelism inside an expert.", unset="tp; in inference with ep, 1"
     )
     vpp: Count = of_training(
         1,

@@ -49,16 +49,10 @@ class PrecisionSection:
     )
     """Megatron-LM's `--sgd-momentum` is 0.9, `momentum` of torch.optim.SGD is 0."""
     exp_avg_dtype: Literal["fp32", "bf16", "fp8"] | None = of_training(
-        None,
-        "Data type of AdamW's average of gradients.",
-        unset=_USUAL_MOMENTS,
-        **_MOMENT,
+        None, "Data type of AdamW's average of gradients.", unset=_USUAL_MOMENTS, **_MOMENT
     )
     exp_avg_sq_dtype: Literal["fp32", "bf16", "fp8"] | None = of_training(
-        None,
-        "Data type of AdamW's average of squared gradients.",
-        unset=_USUAL_MOMENTS,
-        **_MOMENT,
+        None, "Data type of AdamW's average of squared gradients.", unset=_USUAL_MOMENTS, **_MOMENT
     )
     """Both are options of Megatron-LM's precision-aware optimizer (`--exp-avg-dtype`,
     `--exp-avg-sq-dtype`), which asks for AdamW and the distributed optimizer (`OptimizerConfig` in
@@ -66,9 +60,7 @@ class PrecisionSection:
     per tensor, and without the copies in fp32 that Transformer Engine's FusedAdam makes while it
     updates."""
     flash_attention: Switch = of_training(
-        True,
-        "Compute attention as one kernel.",
-        elsewhere="attention over a cache is one kernel",
+        True, "Compute attention as one kernel.", elsewhere="attention over a cache is one kernel"
     )
     fuse: Switch = setting(
         True,
@@ -77,12 +69,8 @@ class PrecisionSection:
         of_requests=True,
     )
     dropout: Switch = of_training(
-        True,
-        "Dropout as in the model's family; off: no dropout.",
-        elsewhere="there is none",
+        True, "Dropout as in the model's family; off: no dropout.", elsewhere="there is none"
     )
     clip_grad: Switch = of_training(
-        True,
-        "Clip gradients by their global norm.",
-        elsewhere="there are no gradients",
+        True, "Clip gradients by their global norm.", elsewhere="there are no gradients"
     )

@@ -23,17 +23,13 @@ class EngineSection:
     """Number of instances, and how the engine of each replica decides what to compute."""
 
     instances: Annotated[int, whole(1, 100_000)] = setting(
-        1,
-        "Instances, each with all ranks of the layout.",
+        1, "Instances, each with all ranks of the layout."
     )
     router: Text = setting(
-        "round_robin",
-        "Router of requests: round_robin, least_loaded, session or kv_aware.",
+        "round_robin", "Router of requests: round_robin, least_loaded, session or kv_aware."
     )
     scheduler: Text = setting(
-        "vllm",
-        "Scheduler: vllm, sglang, tensorrt-llm, static, or an entry point.",
-        metavar="NAME",
+        "vllm", "Scheduler: vllm, sglang, tensorrt-llm, static, or an entry point.", metavar="NAME"
     )
     scheduling_policy: Literal["fcfs", "priority"] = setting(
         "fcfs", "vllm: first come first served, or lowest priority value first."
@@ -48,9 +44,7 @@ class EngineSection:
         0, "Maximum tokens of one prompt in a step; 0: no limit."
     )
     enable_chunked_prefill: Switch | None = setting(
-        None,
-        "Split prompts over several steps.",
-        unset="on; tensorrt-llm: off",
+        None, "Split prompts over several steps.", unset="on; tensorrt-llm: off"
     )
     chunked_prefill_size: Count | None = setting(
         None,
@@ -75,22 +69,19 @@ class EngineSection:
         1, "sglang: decode steps between two looks for new requests."
     )
     capacity_scheduler_policy: Literal["guaranteed_no_evict", "max_utilization"] = setting(
-        "guaranteed_no_evict",
-        "tensorrt-llm: reserve blocks to a request's end, or pause requests.",
+        "guaranteed_no_evict", "tensorrt-llm: reserve blocks to a request's end, or pause requests."
     )
     batch_wait_timeout_iters: Number = setting(
         0, "tensorrt-llm: maximum steps that prompts wait for others."
     )
     batch_wait_max_tokens_ratio: Fraction = setting(
-        0.0,
-        "tensorrt-llm: prompts wait below this share of max-num-batched-tokens.",
+        0.0, "tensorrt-llm: prompts wait below this share of max-num-batched-tokens."
     )
     scheduler_reserve_full_isl: Switch = setting(
         True, "Admit a request only if free blocks suffice for its whole prompt."
     )
     async_scheduling: Switch = setting(
-        True,
-        "Schedule a step when the step before begins; not with pp.",
+        True, "Schedule a step when the step before begins; not with pp."
     )
     """vLLM does so since 0.14, but with pipelines (release notes of v0.14.0); so do SGLang
     (`disable_overlap_schedule`) and TensorRT-LLM (`disable_overlap_scheduler`) by default."""
@@ -100,9 +91,7 @@ class EngineSection:
         unset="drafts take no time",
     )
     speculative_model: Text | None = setting(
-        None,
-        "Speculative decoding: draft model or head, by name or config.json.",
-        metavar="MODEL",
+        None, "Speculative decoding: draft model or head, by name or config.json.", metavar="MODEL"
     )
     acceptance_length: Positive | None = setting(
         None, "Speculative decoding: mean output tokens of a request per step."
@@ -120,7 +109,5 @@ class EngineSection:
     )
     """TensorRT-LLM's `kv_cache_config`, by default 0.9."""
     num_gpu_blocks: Count | None = setting(
-        None,
-        "Number of blocks of the KV cache.",
-        unset="all that fit",
+        None, "Number of blocks of the KV cache.", unset="all that fit"
     )

@@ -15,9 +15,7 @@ class OperationSection:
     """Events of instances during serving, by SGLang's and Dynamo's names."""
 
     max_queued_requests: Count | None = setting(
-        None,
-        "Reject a request if this many wait at its engine.",
-        unset="no limit",
+        None, "Reject a request if this many wait at its engine.", unset="no limit"
     )
     fail_at: Text | None = setting(
         None,
@@ -26,8 +24,7 @@ class OperationSection:
         metavar="LIST",
     )
     on_failure: Literal["requeue", "fail"] = setting(
-        "requeue",
-        "Requests of a failed instance: compute them elsewhere, or fail them.",
+        "requeue", "Requests of a failed instance: compute them elsewhere, or fail them."
     )
     start_up_time: Seconds | None = setting(
         None,

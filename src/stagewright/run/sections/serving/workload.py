@@ -71,9 +71,7 @@ class WorkloadSection:
         metavar="FILE",
     )
     rate: Rate | None = setting(
-        None,
-        "Requests (or sessions) per second; inf: all at once.",
-        metavar="R",
+        None, "Requests (or sessions) per second; inf: all at once.", metavar="R"
     )
     concurrency: Count | None = setting(
         None,
@@ -81,43 +79,25 @@ class WorkloadSection:
         "user's next request follows the answer.",
     )
     isl: Count | None = setting(
-        None,
-        "Input sequence length (tokens); of sessions, of each question.",
+        None, "Input sequence length (tokens); of sessions, of each question."
     )
-    osl: Count | None = setting(
-        None,
-        "Output sequence length (tokens).",
-    )
+    osl: Count | None = setting(None, "Output sequence length (tokens).")
     num_requests: Count | None = setting(
-        None,
-        "Number of requests, or of sessions.",
-        unset="1000; a trace: all",
+        None, "Number of requests, or of sessions.", unset="1000; a trace: all"
     )
     range_ratio: Share = setting(1.0, "Lengths are uniform in [X, 1] times isl and osl.")
     arrival: Literal["poisson", "gamma", "constant"] = setting(
-        "poisson",
-        "Arrival process of --rate.",
+        "poisson", "Arrival process of --rate."
     )
-    burstiness: Positive = setting(
-        1.0,
-        "Shape of gamma arrivals: below 1 in bursts, 1 is Poisson.",
-    )
+    burstiness: Positive = setting(1.0, "Shape of gamma arrivals: below 1 in bursts, 1 is Poisson.")
     burst_size: Count = setting(1, "Requests that arrive at the same time.")
-    turns: Count = setting(
-        1,
-        "Turns of a session; each prompt contains the turns before.",
-    )
+    turns: Count = setting(1, "Turns of a session; each prompt contains the turns before.")
     think_time: Seconds = setting(
         0.0, "Mean time between an answer and the next question.", metavar="TIME"
     )
-    system_prompt: Number = setting(
-        0,
-        "Tokens of a prefix that all sessions share.",
-    )
+    system_prompt: Number = setting(0, "Tokens of a prefix that all sessions share.")
     prefix_cache_hit_rate: Share = setting(
-        0.0,
-        "Share of each prompt that is cached: a prefix that all prompts share.",
-        metavar="R",
+        0.0, "Share of each prompt that is cached: a prefix that all prompts share.", metavar="R"
     )
     classes: Text | None = setting(
         None,
@@ -126,8 +106,7 @@ class WorkloadSection:
         metavar="FILE",
     )
     past_context: Number = setting(
-        0,
-        "Tokens of an earlier session at the start of each prompt, not shared.",
+        0, "Tokens of an earlier session at the start of each prompt, not shared."
     )
     idle_gap_cap: Seconds = setting(
         10.0,
@@ -140,10 +119,7 @@ class WorkloadSection:
         "their recording (AgentX: 1).",
     )
     speed: Positive = setting(1.0, "Speed-up of a trace's arrivals.")
-    seed: Number = setting(
-        0,
-        "Random seed; the same seed gives identical output.",
-    )
+    seed: Number = setting(0, "Random seed; the same seed gives identical output.")
     whole_run: Switch = setting(False, "Measure the whole run, ramp and drain included.")
     ttft: TtftLimit | None = setting(
         None, "TTFT limit: milliseconds, or a time such as 2s.", metavar="TIME"
@@ -152,7 +128,5 @@ class WorkloadSection:
         None, "TPOT limit: milliseconds, or a time such as 50ms.", metavar="TIME"
     )
     e2e: E2eLimit | None = setting(
-        None,
-        "E2E limit: milliseconds, or a time such as 10s.",
-        metavar="TIME",
+        None, "E2E limit: milliseconds, or a time such as 10s.", metavar="TIME"
     )
