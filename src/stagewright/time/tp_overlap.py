@@ -102,9 +102,13 @@ def overlap_pairs(program: Program, tasks: Tasks) -> OverlapPairs:
 
 
 def split_seconds(gemms: Gemms, dtypes: tuple[str, ...], chunks: Int, hardware: Hardware) -> Float:
-    """Durations of products split by rows into `chunks`; each chunk reads all of the weights."""
+    """Durations of products split by rows into `chunks`; each chunk reads all of the weights.
+
+    Chunks run on several streams, so the last wave of tiles of one is filled by the next
+    (`_stream_compute` in Transformer Engine's comm_gemm_overlap.cpp; the backend stream of
+    PyTorch's `_fused_all_gather_matmul`).
+    """
     weights = gemms.batch * gemms.n * gemms.k
     weights *= np.array([float(BYTES.get(d, 0)) for d in dtypes])[gemms.dtype]
-    traffic = np.maximum(gemms.traffic - weights, 0) / chunks + weights
-    chunk = gemms._replace(m=np.ceil(gemms.m / chunks), traffic=traffic)
-    return chunks * gemms_seconds(chunk, dtypes, hardware)
+    again = (chunks - 1) * weights
+    return gemms_seconds(gemms._replace(traffic=gemms.traffic + again), dtypes, hardware)
