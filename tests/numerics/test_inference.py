@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
+from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import stagewright as sw
 from helpers import EXAMPLES, cases, times
 from stagewright.check.program import check_program
 from stagewright.errors import UserError
@@ -31,7 +30,6 @@ from stagewright.time.durations import kernel_seconds
 from stagewright.time.hardware import resolve
 from stagewright.views.summary import summary
 
-LLAMA70 = PRESETS["llama3.1-70b"]
 DECODE: dict[str, Any] = {"mode": "decode", "context_length": 4096}
 PREFILL: dict[str, Any] = {"mode": "prefill", "prompt_length": 1024}
 
@@ -58,23 +56,48 @@ def work(compiled: CompiledRun, column: str = "flops") -> Counter[str]:
     return found
 
 
+def cached(model: str = "llama3.1-70b", **fields: Any) -> list[int]:
+    """Bytes of the cache on a rank of each class."""
+    return [c.memory["kv_cache"] for c in run(model, **fields).program.classes]
+
+
+def collectives(compiled: CompiledRun) -> Counter[str]:
+    """How many there are on the first rank, by kind and bytes."""
+    c, *_ = compiled.program.classes
+    t = c.tasks
+    return Counter(
+        f"{COLLECTIVES[t.collective[i]]} {t.comm_bytes[i]}"
+        for i in np.flatnonzero(t.kind == TaskKind.COLLECTIVE)
+    )
+
+
+@cases
+def test_closed_form(
+    what: str, fields: dict[str, Any], equals: dict[str, str | dict[str, str]]
+) -> None:
+    """FLOPs of an op on all ranks, bytes of caches of rank classes, collectives by their bytes.
+
+    The formulas are in the sizes of the model.
+    """
+    compiled = run(**fields)
+    sizes = {f.name: getattr(compiled.model, f.name) for f in dataclass_fields(compiled.model)}
+
+    def value(formula: str) -> Any:
+        return eval(str(formula), {"__builtins__": {}}, sizes)
+
+    for name, formula in equals.items():
+        if isinstance(formula, dict):
+            split = [(key.split(" ", 1), value(count)) for key, count in formula.items()]
+            wanted = {f"{op} {value(size)}": count for (op, size), count in split}
+            assert collectives(compiled) == wanted, what
+        elif name == "kv_cache":
+            held = sorted({c.memory["kv_cache"] for c in compiled.program.classes})
+            assert held == [value(each) for each in str(formula).split(";")], what
+        else:
+            assert work(compiled)[name] == value(formula), (what, name)
+
+
 # ---- FLOPs ---------------------------------------------------------------------------------------
-
-
-def test_a_token_costs_two_flops_per_parameter() -> None:
-    """Of all matrices; the embedding is looked up, and norms multiply elements."""
-    found = work(run(batch_size=16, tp=8, **DECODE))
-    norms = (2 * 80 + 1) * 8192
-    assert found["einsum"] == 16 * 2 * (70_553_706_496 - 128256 * 8192 - norms)
-    heads = 64 * 128
-    assert found["cached_attention"] == 16 * 80 * 4 * heads * (4096 + 1)
-
-
-def test_prefill_predicts_from_the_last_token() -> None:
-    found = work(run(batch_size=3, **PREFILL))
-    layers = 70_553_706_496 - 2 * 128256 * 8192 - (2 * 80 + 1) * 8192
-    assert found["einsum"] == 3 * 2 * (1024 * layers + 128256 * 8192)
-    assert found["cached_attention"] == 3 * 80 * 4 * 8192 * (1024 * 1025 // 2)
 
 
 def test_layers_do_what_they_do_in_training() -> None:
@@ -89,14 +112,6 @@ def test_layers_do_what_they_do_in_training() -> None:
     assert served["einsum"] - 2 * 128256 * 8192 == forward["einsum"]
     assert served["cached_attention"] - forward["attention"] == 80 * 4 * 8192 * 1024 // 2
     assert served["glu"] == forward["glu"]
-
-
-def test_drafts_are_verified() -> None:
-    """Each of k + 1 tokens sees those before it, and the next token of each is predicted."""
-    plain, drafted = run(**DECODE), run(num_speculative_tokens=3, **DECODE)
-    assert work(drafted)["einsum"] == 4 * work(plain)["einsum"]
-    pairs = sum(4096 + j + 1 for j in range(4))
-    assert work(drafted)["cached_attention"] == 80 * 4 * 8192 * pairs
 
 
 def test_a_chunk_of_a_prompt_beside_decode() -> None:
@@ -197,32 +212,6 @@ def test_no_default_is_longer_than_a_request_may_be(cache: str) -> None:
         assert (request.context_length or 0) + (request.new_tokens or 0) == 512
 
 
-def test_latents_are_cached() -> None:
-    """DeepSeek-V3: 512 + 64 channels of each of 61 layers, on every rank of tp."""
-    fields: dict[str, Any] = {"mode": "decode", "context_length": 999, "kv_block_size": 1}
-    for tp in (1, 8):
-        assert cached("deepseek-v3", tp=tp, **fields) == [1000 * 70_272]
-    assert cached("deepseek-v3", mode="prefill", prompt_length=1000, kv_block_size=1) == [
-        1000 * 70_272
-    ]
-
-
-@pytest.mark.parametrize("mla", ["naive", "absorb"])
-def test_latent_attention(mla: str) -> None:
-    """vllm/v1/attention/backends/mla/common.py tells both forms; 128 heads, and keys that are seen.
-
-    Naive: heads of 192 and 128 channels, made of each cached latent; absorbed: of 576 and 512.
-    """
-    context, layers = 999, 61
-    found = work(run("deepseek-v3-dense", mode="decode", mla=mla, context_length=context))
-    of_keys = {"naive": 192 + 128, "absorb": 576 + 512}[mla]
-    assert found["cached_attention"] == layers * 2 * 128 * of_keys * (context + 1)
-    made = 2 * 512 * 128 * (128 + 128) * (context + 1 if mla == "naive" else 1)
-    others = 2 * (7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 128 * 128 * 7168)
-    mlp = 2 * 3 * 7168 * 18432
-    assert found["einsum"] == layers * (made + others + mlp) + 2 * 7168 * 129280
-
-
 @pytest.mark.parametrize(
     ("model", "tp", "kept", "per_token"),
     [
@@ -275,61 +264,11 @@ def test_a_rank_reads_its_stripe() -> None:
     assert {r for r, n in written.items() if n == max(written.values())} == {1001 % 8}
 
 
-def cached(model: str = "llama3.1-70b", **fields: Any) -> list[int]:
-    """Bytes of the cache on a rank of each class."""
-    return [c.memory["kv_cache"] for c in run(model, **fields).program.classes]
-
-
 # ---- mixtures of experts -------------------------------------------------------------------------
 
 V3: dict[str, Any] = {
     "model": "deepseek-v3", "dp": 32, "ep": 32, "weight_precision": "bf16",
 }  # fmt: skip
-
-
-def test_wide_expert_parallelism() -> None:
-    """DeepSeek's layout: every rank has requests of its own, and some of the experts.
-
-    Of each token, a copy of 7168 channels goes to each of its 8 experts, and as much comes back.
-    """
-    found = collectives(run(**V3, batch_size=128, expert_load="1", **DECODE))
-    assert found == {f"all_to_all {4 * 8 * 7168 * 2}": 58 * 2}
-    assert not collectives(run("deepseek-v3", dp=4, batch_size=128, layers=2, **DECODE))
-    # Ranks of tp have the same tokens: the sums of their experts' results are reduced.
-    found = collectives(run("deepseek-v3", tp=8, ep=8, etp=1, batch_size=5, **DECODE))
-    assert found == {
-        f"all_reduce {5 * 7168 * 2}": 1 + 61 + 3 + 58, f"all_gather {5 * 129280 // 8 * 2}": 1,
-    }  # fmt: skip
-
-
-SUMMED: dict[str, tuple[str, int, int, int]] = {
-    "shared experts": ("deepseek-v3", 61, 7168, 129280),
-    "no shared expert": ("qwen3-30b-a3b", 48, 2048, 151936),
-    "biased experts": ("gpt-oss-120b", 36, 2880, 201088),
-}
-
-
-@pytest.mark.parametrize(("model", "layers", "width", "words"), SUMMED.values(), ids=SUMMED)
-@pytest.mark.parametrize("fields", [{}, {"ep": 8}, {"ep": 2, "etp": 4}], ids=str)
-def test_a_layer_of_experts_has_one_all_reduce(
-    model: str, layers: int, width: int, words: int, fields: dict[str, Any]
-) -> None:
-    """Of tokens and not of their copies, with what shared experts add (vLLM's FusedMoE).
-
-    However tp's ranks split experts, bytes are the same: one for the embedding, two for a layer.
-    """
-    found = collectives(run(model, tp=8, **fields, batch_size=5, **DECODE))
-    assert found == {
-        f"all_reduce {5 * width * 2}": 1 + 2 * layers, f"all_gather {5 * words // 8 * 2}": 1,
-    }  # fmt: skip
-
-
-def test_sequence_parallel_experts_gather_tokens_and_scatter_their_sums() -> None:
-    found = collectives(run("qwen3-30b-a3b", tp=4, sequence_parallel=True, batch_size=2, **PREFILL))
-    tokens = 2 * 1024 * 2048 * 2
-    assert found[f"reduce_scatter {tokens}"] == 1 + 2 * 48
-    assert found[f"all_gather {tokens // 4}"] == 2 * 48 + 1
-    assert len(found) == 3  # and the logits
 
 
 def test_ranks_of_dp_that_split_experts_exchange_as_many_copies() -> None:
@@ -449,50 +388,6 @@ def test_deepseek_v3_in_fp8() -> None:
     assert held == pytest.approx((671_026_404_352 - plain) * (1 + 4 / 128**2) + 2 * plain, abs=1e5)
 
 
-def test_copies_of_tokens_go_out_in_fp8() -> None:
-    """As DeepSeek's DeepEP: dispatched in fp8, combined in bf16."""
-    as_stored = {**V3, "weight_precision": None, "expert_load": "1"}
-    found = collectives(run(**as_stored, batch_size=128, **DECODE))
-    given = {**as_stored, "weight_precision": "fp8"}
-    assert found == collectives(run(**given, batch_size=128, **DECODE))
-    assert found == {f"all_to_all {4 * 8 * 7168 * n}": 58 for n in (1, 2)}
-
-
-def test_ranks_share_the_heads() -> None:
-    """vLLM: key-value heads are split over tp; where there are fewer, ranks have copies."""
-    whole = 8 * 4112 * 327_680
-    for tp in (1, 2, 8):
-        assert cached(tp=tp, batch_size=8, **DECODE) == [whole // tp]
-    assert cached(tp=16, batch_size=8, **DECODE) == cached(tp=64, batch_size=8, **DECODE)
-    assert cached(tp=64, batch_size=8, **DECODE) == [whole // 8]
-
-
-def test_ranks_of_dp_have_their_requests() -> None:
-    assert cached(dp=4, batch_size=8, **DECODE) == [2 * 4112 * 327_680]
-    # Ten over four: two ranks have three, and run a program of their own.
-    program = run(dp=4, batch_size=10, **DECODE).program
-    found = {len(c.ranks): c.memory["kv_cache"] // (4112 * 327_680) for c in program.classes}
-    assert sorted(c.ranks.tolist() for c in program.classes) == [[0, 1], [2, 3]]
-    assert sorted(c.memory["kv_cache"] // (4112 * 327_680) for c in program.classes) == [2, 3]
-    assert found[2] in (2, 3)
-
-
-def test_stages_have_the_layers_they_hold() -> None:
-    """And the requests of all microbatches."""
-    assert cached(pp=4, batch_size=8, **DECODE) == [8 * 4112 * 327_680 // 4] * 4
-
-
-def test_a_window_keeps_what_it_needs() -> None:
-    """gemma2: every other layer sees 4096 tokens."""
-    model = PRESETS["gemma2-9b"]
-    assert model.sliding_window == 4096
-    per_layer = 2 * 8 * 256 * 2
-    fields: dict[str, Any] = {"mode": "decode", "context_length": 9000, "kv_block_size": 1}
-    assert cached("gemma2-9b", **fields) == [per_layer * 21 * (9001 + 4096)]
-    found = work(run("gemma2-9b", **fields))
-    assert found["cached_attention"] == 4 * 16 * 256 * 21 * (9001 + 4096)
-
-
 def test_attention_reads_the_keys_it_sees() -> None:
     """Not the empty ends of blocks: each request's keys and values once, and new queries."""
     fields: dict[str, Any] = {"mode": "decode", "batch_size": 2, "context_length": 1000}
@@ -509,74 +404,6 @@ def test_attention_reads_the_keys_it_sees() -> None:
 
 
 # ---- communication -------------------------------------------------------------------------------
-
-
-def collectives(compiled: CompiledRun) -> Counter[str]:
-    c, *_ = compiled.program.classes
-    t = c.tasks
-    return Counter(
-        f"{COLLECTIVES[t.collective[i]]} {t.comm_bytes[i]}"
-        for i in np.flatnonzero(t.kind == TaskKind.COLLECTIVE)
-    )
-
-
-def test_tensor_parallelism() -> None:
-    """Two all-reduces a layer, one of words; logits are gathered (vLLM's LogitsProcessor)."""
-    found = collectives(run(tp=8, batch_size=5, **DECODE))
-    assert found == {f"all_reduce {5 * 8192 * 2}": 161, f"all_gather {5 * 128256 // 8 * 2}": 1}
-    found = collectives(run(tp=8, batch_size=5, **PREFILL))
-    assert found == {
-        f"all_reduce {5 * 1024 * 8192 * 2}": 161,
-        f"all_gather {5 * 128256 // 8 * 2}": 1,
-    }
-
-
-def test_queries_go_to_the_keys() -> None:
-    """vLLM's `cp_lse_ag_out_rs`, after a gather of queries: heads of 576 channels come together,
-    fp32 sums too, and results of 512 channels are scattered to their heads."""
-    found = collectives(run("deepseek-v3-dense", tp=8, dcp=8, batch_size=5, **DECODE))
-    plain = collectives(run("deepseek-v3-dense", tp=8, batch_size=5, **DECODE))
-    assert found - plain == {
-        f"all_gather {5 * 16 * 576 * 2}": 61,
-        f"all_gather {5 * 16 * 8 * 4}": 61,
-        f"reduce_scatter {5 * 128 * 512 * 2}": 61,
-    }
-    assert not plain - found
-    # Ranks of cp have the queries, and each wants the result: `cp_lse_ag_out_ar`.
-    found = collectives(run(cp=4, batch_size=5, **DECODE))
-    assert found == {f"all_gather {5 * 64 * 4}": 80, f"all_reduce {5 * 64 * 128 * 2}": 80}
-
-
-def test_keys_of_a_prompt_are_gathered() -> None:
-    """With cp, each rank computes a part of every prompt, and sees the keys of all of it."""
-    found = collectives(run(cp=4, batch_size=2, mode="prefill", prompt_length=1000))
-    assert found == {
-        f"all_gather {2 * 1000 // 4 * 2 * 8 * 128 * 2}": 80,
-        f"all_gather {2 * 1000 // 4 * 8192 * 2}": 1,  # hidden states, before the last is taken
-    }
-    one, four = (work(run(cp=n, batch_size=2, mode="prefill", prompt_length=1000)) for n in (1, 4))
-    assert four["cached_attention"] == one["cached_attention"]
-    # Padded to two parts for each rank.
-    ragged = collectives(run(cp=4, mode="prefill", prompt_length=1001))
-    assert f"all_gather {1008 // 4 * 2 * 8 * 128 * 2}" in ragged
-
-
-@pytest.mark.parametrize("mla", ["naive", "absorb"])
-def test_a_cached_prefix_of_stripes(mla: str) -> None:
-    """Naive: latents of the prefix are gathered, an equal share of each rank; absorbed: queries."""
-    fields: dict[str, Any] = {"tp": 8, "mode": "prefill", "prompt_length": 64, "mla": mla}
-    found = collectives(run("deepseek-v3-dense", dcp=8, context_length=1001, **fields))
-    plain = collectives(run("deepseek-v3-dense", context_length=1001, **fields))
-    assert found - plain == ({f"all_gather {126 * 576 * 2}": 61} if mla == "naive" else {
-        f"all_gather {64 * 16 * 576 * 2}": 61,
-        f"all_gather {64 * 128 * 4}": 61,
-        f"reduce_scatter {64 * 128 * 512 * 2}": 61,
-    })  # fmt: skip
-    assert collectives(run("deepseek-v3-dense", dcp=8, **fields)) == plain  # nothing to gather
-
-
-def test_data_parallel_ranks_do_not_talk() -> None:
-    assert not collectives(run(dp=4, **DECODE))
 
 
 def test_a_pipeline_passes_on_microbatches() -> None:
@@ -670,11 +497,6 @@ def test_rows_say_all_of_a_mixed_step() -> None:
     (gather,) = [c for c in summary(run(mode="decode", requests=rows, layers=2, tp=2))
                  ["rank_classes"][0]["collectives"] if c["kind"] == "all_gather"]  # fmt: skip
     assert gather["bytes"] == 32 * 128256 // 2 * 2  # a row for each request
-
-
-def test_a_prefix_that_is_cached() -> None:
-    found = work(run(mode="prefill", prompt_length=100, context_length=900))
-    assert found["cached_attention"] == 80 * 4 * 8192 * (100 * 900 + 100 * 101 // 2)
 
 
 def test_apportioned_exactly() -> None:
@@ -804,21 +626,6 @@ def test_ranks_of_dp_together_do_the_batch() -> None:
     assert many["cached_attention"] == one["cached_attention"]
 
 
-def test_a_manifest_repeats_the_run(tmp_path: Path) -> None:
-    """Even when the file of requests is gone."""
-    path = tmp_path / "requests.csv"
-    path.write_text("context_length\n100\n200\n300\n")
-    compiled = run("gpt2", mode="decode", requests=str(path), dp=2, layers=2)
-    sw.generate(compiled, str(tmp_path / "one"))
-    path.unlink()
-    again = compile(Run.load(tmp_path / "one" / "manifest.json"))
-    sw.generate(again, str(tmp_path / "two"))
-    for file in (tmp_path / "one").iterdir():
-        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
-    told = json.loads((tmp_path / "one" / "manifest.json").read_text())
-    assert told["run"]["mode"] == "decode"
-
-
 def test_generation_is_linear_in_ranks() -> None:
     """Ranks that serve alike share a program, however many there are."""
     program = run(dp=4096, tp=8, batch_size=4096 * 3 + 1, layers=2, **DECODE).program
@@ -831,36 +638,6 @@ def test_generation_is_linear_in_ranks() -> None:
 T5 = PRESETS["t5-3b"]
 HEADS = T5.num_attention_heads * T5.kv_channels
 MATRIX, MLP = T5.hidden_size * HEADS, 2 * T5.hidden_size * T5.ffn_hidden_size
-
-
-def test_caches_of_a_source_and_of_what_is_made() -> None:
-    """Each layer of the decoder has keys and values of both, in blocks of their own."""
-    token = T5.num_layers * 2 * HEADS * 2
-    fields: dict[str, Any] = {"batch_size": 3, "source_length": 500}
-    both = 3 * (512 + 112) * token
-    assert cached("t5-3b", mode="decode", context_length=99, **fields) == [both]
-    assert cached("t5-3b", mode="decode", context_length=99, tp=8, **fields) == [both // 8]
-    assert cached("t5-3b", mode="prefill", **fields) == [3 * (512 + 16) * token]
-    contiguous: dict[str, Any] = {"kv_cache": "contiguous", "max_model_len": 200}
-    fields |= contiguous
-    assert cached("t5-3b", mode="decode", context_length=99, **fields) == [3 * 700 * token]
-
-
-@pytest.mark.parametrize("tp", [1, 4])
-def test_work_of_an_encoder_and_a_decoder(tp: int) -> None:
-    """A source is encoded once, and its keys are made for all layers of the decoder."""
-    fields: dict[str, Any] = {"batch_size": 3, "source_length": 500, "tp": tp}
-    logits = T5.vocab_size * T5.hidden_size
-    of_token = 24 * (6 * MATRIX + MLP) + logits  # queries, and all of self-attention
-    of_source = 24 * (4 * MATRIX + MLP) + 24 * 2 * MATRIX
-    found = work(run("t5-3b", mode="prefill", **fields))
-    assert found["einsum"] == 3 * 2 * (500 * of_source + of_token)
-    assert found["varlen_attention"] == 3 * 24 * 4 * HEADS * 500**2
-    assert found["cached_attention"] == 3 * 24 * 4 * HEADS * (1 + 500)
-    found = work(run("t5-3b", mode="decode", context_length=99, **fields))
-    assert found["einsum"] == 3 * 2 * of_token
-    assert found["cached_attention"] == 3 * 24 * 4 * HEADS * (100 + 500)
-    assert not found["varlen_attention"]
 
 
 def test_all_weights_are_held() -> None:
