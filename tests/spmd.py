@@ -25,28 +25,37 @@ from stagewright.blocks import Block, Recipe
 from stagewright.graph.cost import indices
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.table import LEAVES, MOVES, OPS
-from stagewright.lower.recipe import sizes_of
+from stagewright.lower.blocks import build_block, shard_block
+from stagewright.lower.recipe import recipe_of, sizes_of
+from stagewright.lower.variants import BlockVariant, place_blocks, tie_tables
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import OwnSizes, SharedBlocks, StateSpace
+from stagewright.parallel.degrees import parallelization
+from stagewright.run.rules import check as check_run
 from stagewright.run.settings import Run
+from stagewright.schedule.schedules import make as make_order
 
 Coords = tuple[int, ...]
 Env = dict[Node, dict[Coords, Any]]
 
-BELOW = {
-    "classes": "Classes",
-    "indices": "Rows",
-    "tokens": "V",
-    "labels": "V",
-    "positions": "P",
-    "token_types": "T",
-} | {
-    "token_slots": "K",
-    "cached_rows": "L",
-    "block_table": "K",
-    "logit_rows": "S",
-    "token_positions": "S",
-}
+BELOW = (
+    {
+        "classes": "Classes",
+        "indices": "Rows",
+        "tokens": "V",
+        "labels": "V",
+        "positions": "P",
+        "token_types": "T",
+    }
+    | {
+        "token_slots": "K",
+        "cached_rows": "L",
+        "block_table": "K",
+        "logit_rows": "S",
+        "token_positions": "S",
+    }
+    | dict.fromkeys(("source_tokens", "tokens1", "tokens2", "labels1", "labels2"), "V")
+)
 """The dim whose size the integers of an input stay below."""
 
 
@@ -324,6 +333,30 @@ def check(
                 np.testing.assert_allclose(
                     got, want, rtol=1e-6, atol=1e-7, err_msg=f"{name} {n} {r}"
                 )
+
+
+def check_blocks(config: ModelConfig, run: Run) -> None:
+    """Every block of a model, sharded as a run says, computes what one device does."""
+    run = run.resolved(config)
+    check_run(run, config)
+    mesh, plan = parallelization(run, config)
+    sizes, recipe = sizes_of(run, config), recipe_of(run, config)
+    axes = {a: n for a, n in reversed(mesh.axes) if n > 1}
+    one_rank = run.model_copy(update={"pp": 1, "vpp": 1})
+    stages = tie_tables(place_blocks(one_rank, config), make_order("1f1b", 1, 1, 1), config)
+    for variant in dict.fromkeys(variant for variant, _ in stages[0]):
+        block, values, truth = _one_device(config, variant, recipe, tuple(sizes.items()))
+        graph = shard_block(variant, run, config, mesh, plan, sizes, recipe)
+        check(block.graph, graph, axes, sizes, values, truth)
+
+
+@cache
+def _one_device(
+    config: ModelConfig, variant: BlockVariant, recipe: Recipe, sizes: tuple[tuple[str, int], ...]
+) -> tuple[Block, dict[str, Any], dict[str, Any]]:
+    block = build_block(variant, config, recipe)
+    values = random_values(block.graph, dict(sizes))
+    return block, values, single(block.graph, dict(sizes), values)
 
 
 # ---- random layouts ------------------------------------------------------------------------------

@@ -4,35 +4,28 @@ each block sharded as on one device, programs of all stages sound."""
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
 import stagewright as sw
-from helpers import cases, pairs, some
-from invariants import check as check_program
+from helpers import cases, pairs
 from spmd import BELOW, random_values, single
-from spmd import check as same_as_one_device
-from stagewright import blocks as model_blocks
 from stagewright.errors import UserError
 from stagewright.graph.node import Graph
 from stagewright.graph.table import LEAVES
-from stagewright.lower.blocks import build_block, shard_block
+from stagewright.lower.blocks import build_block
 from stagewright.lower.kernels.live_values import LiveValue, interface, outputs
 from stagewright.lower.parameters import parameters
 from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.lower.variants import BlockVariant, place_blocks, tie_tables
 from stagewright.model.presets import PRESETS
-from stagewright.parallel.degrees import parallelization
 from stagewright.program.columns import TaskKind
-from stagewright.run.rules import check as check_run
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import make as make_order
 from toys import WITH_LIVE_VALUES as MODELS
 
-BELOW |= {"source_tokens": "V", "tokens1": "V", "tokens2": "V", "labels1": "V", "labels2": "V"}
 TABLES = {"t5": 3, "t5, 1.1": 3, "zamba2": 1 + 2 * 9, "zamba2, attention": 8}
 """Those that have copies; of others, the embedding's."""
 
@@ -140,83 +133,6 @@ def test_a_whole_model_against_finite_differences(model: str, settings: dict[str
             if f"grad.{name}" in found[i]
         ]
         assert sum(gradients) == pytest.approx(slope, rel=1e-4, abs=1e-6), table
-
-
-# ---- sharded as on one device --------------------------------------------------------------------
-
-SP: dict[str, Any] = {"sequence_parallel": True}
-SETTINGS: list[dict[str, Any]] = [
-    {"tp": 2},
-    {"tp": 2, "dp": 2, "zero": 1} | SP,
-    {"dp": 2, "zero": 3},
-    {"cp": 2, "tp": 2},
-    {"cp": 2, "dp": 2, "cp_comm_type": "all_gather"},
-    {"cp": 2, "tp": 3, "cp_comm_type": "a2a"},
-    {"tp": 3} | SP,
-    {"tp": 2, "dp": 3, "grad_reduce": "microbatch"} | SP,
-]
-
-
-@pytest.mark.parametrize(("model", "settings"), pairs(MODELS, SETTINGS, 8), ids=str)
-def test_blocks_compute_what_one_device_does(model: str, settings: dict[str, Any]) -> None:
-    config = MODELS[model]
-    if config.encoder_num_layers:
-        settings = settings | {"decoder_seq_length": 12 if "cp" in settings else 6}
-    batch = 6 // settings.get("dp", 1)
-    run, kinds = blocks(model, seq_length=12, micro_batch_size=batch, **settings)
-    check_run(run, config)
-    mesh, plan = parallelization(run, config)
-    axes = {a: n for a, n in reversed(mesh.axes) if n > 1}
-    sizes = sizes_of(run, config)
-    for kind in dict.fromkeys(kind for kind, _ in kinds):
-        recipe = recipe_of(run, config)
-        graph = shard_block(kind, run, config, mesh, plan, sizes, recipe)
-        block, values, truth = one_device(model, kind, recipe, tuple(sizes.items()))
-        same_as_one_device(block.graph, graph, axes, sizes, values, truth)
-
-
-@cache
-def one_device(model: str, kind: BlockVariant, recipe: model_blocks.Recipe, sizes: Any) -> Any:
-    block = build_block(kind, MODELS[model], recipe)
-    values = random_values(block.graph, dict(sizes))
-    return block, values, single(block.graph, dict(sizes), values)
-
-
-# ---- whole programs ------------------------------------------------------------------------------
-
-WHOLE: list[tuple[str, dict[str, Any]]] = [
-    ("mtp", {"pp": 2, "tp": 2, "dp": 2, "global_batch_size": 8}),
-    ("mtp, two", {"dp": 2, "zero": 2}),
-    ("mtp", {"pp": 2, "schedule": "zb-h1", "global_batch_size": 8}),
-    ("mtp, experts", {"dp": 2, "ep": 2, "recompute": "full"}),
-    ("t5", {"tp": 2, "dp": 2, "zero": 1, "recompute": "full"}),
-    ("t5", {"pp": 2, "tp": 2, "global_batch_size": 8} | {"sequence_parallel": True}),
-    ("t5", {"cp": 2, "pp": 2, "tp": 3, "global_batch_size": 8} | {"sequence_parallel": True}),
-    ("t5", {"cp": 3, "cp_comm_type": "a2a", "recompute": "full"}),
-    ("t5", {"cp": 2, "cp_comm_type": "all_gather", "zero": 3, "dp": 2}),
-    ("t5", {"pp": 2, "dp": 2, "zero": 2, "global_batch_size": 8}),
-    ("t5", {"pp": 2, "vpp": 2, "global_batch_size": 8, "recompute": "selective"}),
-    ("t5", {"pp": 2, "layers_per_stage": (1, 3), "global_batch_size": 8}),
-    ("t5", {"pp": 2, "layers_per_stage": (3, 1), "global_batch_size": 8}),
-    ("t5", {"pp": 4, "schedule": "zb-h1", "global_batch_size": 8}),
-    ("t5", {"pp": 2, "vpp": 2, "schedule": "dualpipev", "global_batch_size": 8}),
-    ("t5, 1.1", {"pp": 4, "dp": 2, "global_batch_size": 16, "cpu_offloading_num_layers": 1}),
-    ("zamba2", {"tp": 2, "dp": 2, "zero": 1} | {"sequence_parallel": True}),
-    ("zamba2", {"dp": 2, "zero": 2, "recompute": "full"}),
-    ("zamba2", {"dp": 2, "zero": 3, "framework": "torchtitan"}),
-    ("zamba2", {"pp": 2, "tp": 2, "global_batch_size": 8} | {"sequence_parallel": True}),
-    ("zamba2", {"pp": 2, "dp": 2, "zero": 2, "global_batch_size": 8}),
-    ("zamba2", {"pp": 2, "vpp": 2, "global_batch_size": 8, "recompute": "selective"}),
-    ("zamba2", {"pp": 4, "schedule": "zb-h1", "global_batch_size": 8}),
-    ("zamba2", {"pp": 2, "vpp": 2, "schedule": "dualpipev", "global_batch_size": 8}),
-    ("zamba2, attention", {"pp": 2, "dp": 2, "cp": 2, "zero": 1, "global_batch_size": 8}),
-]
-
-
-@pytest.mark.parametrize(("model", "settings"), some(WHOLE, 4), ids=str)
-def test_programs_are_sound(model: str, settings: dict[str, Any]) -> None:
-    compiled = sw.compile(Run(model=model, seq_length=12, **settings), MODELS[model])
-    check_program(compiled.program)
 
 
 def test_keys_of_both_sequences_go_round() -> None:

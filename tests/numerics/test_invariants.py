@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from helpers import some, times
+from helpers import cases, rows_of, some, times
 from invariants import COLLECTIVE, RECV, SEND, Broken, World, check
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
@@ -24,84 +24,10 @@ from stagewright.schedule.schedules import SCHEDULES
 
 BASE = {"model": "llama3.1-8b", "layers": 4, "seq_length": 64}
 GPT = BASE | {"model": "gpt2"}
-BERT = BASE | {"model": "bert-base"}
-GEMMA = BASE | {"model": "gemma2-2b"}
-MOE = BASE | {"model": "mixtral-8x7b"}
-SP = {"sequence_parallel": True}
 LLAMA_SMALL = BASE | {"tp": 2, "pp": 2}
 
-GRID: list[dict[str, Any]] = [
-    BASE,
-    GPT,
-    BASE | {"tp": 2},
-    BASE | {"tp": 8, **SP},
-    BASE | {"tp": 16},  # more ranks than key-value heads
-    BASE | {"tp": 32, **SP, "seq_length": 128},
-    BASE | {"model": "palm-8b", "tp": 4, **SP},
-    BASE | {"model": "falcon-7b", "dp": 2, "cp": 2, "pp": 2},
-    BASE | {"model": "falcon-40b", "tp": 16, "dp": 2, "zero": 2},
-    BASE | {"model": "qwen3-0.6b", "tp": 2, "cp": 2, "pp": 2},
-    BASE | {"model": "opt-350m", "tp": 2, "pp": 2, "dp": 2, **SP},
-    BERT | {"tp": 2, "pp": 2, **SP},
-    BERT | {"dp": 2, "cp": 4},
-    GPT | {"tp": 2, "pp": 3, "dp": 2, "layers": 8, "global_batch_size": 20},
-    GPT | {"pp": 4, "dp": 2, "global_batch_size": 16},
-    GPT | {"pp": 2, "tp": 4, "cp": 2, **SP},
-    GPT | {"pp": 2, "vpp": 2, "tp": 4, "scatter_gather_tensors_in_pipeline": True},
-    BASE | {"pp": 4, "tp": 16, "schedule": "zb-h1", "scatter_gather_tensors_in_pipeline": True},
-    BASE | {"pp": 2, "tp": 2, "schedule": "vocab-1", "scatter_gather_tensors_in_pipeline": True},
-    GPT | {"pp": 4, "layers": 2, "layers_per_stage": (0, 1, 1, 0)},
-    BASE | {"pp": 3, "cp": 2, "layers_per_stage": (0, 2, 2), "cp_comm_type": "a2a"},
-    BASE | {"pp": 4, "dp": 4, "schedule": "gpipe", "global_batch_size": 32},
-    BASE | {"pp": 2, "vpp": 2, "tp": 2, "global_batch_size": 4},
-    BASE | {"pp": 2, "vpp": 4, "layers": 8, "dp": 2, "zero": 3, "global_batch_size": 16},
-    GPT | {"pp": 3, "vpp": 2, "layers": 7, "tp": 2, "dp": 2, "global_batch_size": 12},
-    GPT | {"pp": 4, "schedule": "zb-h1", "global_batch_size": 12, "tp": 2, "dp": 2, **SP},
-    GPT | {"pp": 2, "vpp": 2, "schedule": "zb-h1", "dp": 2, "zero": 2, "recompute": "full"},
-    GPT | {"pp": 2, "vpp": 2, "schedule": "looped-bfs", "global_batch_size": 6},
-    GPT | {"pp": 4, "vpp": 2, "layers": 8, "schedule": "zbv", "cp": 2, "global_batch_size": 8},
-    BASE | {"pp": 2, "vpp": 2, "schedule": "zbv", "tp": 2, "dp": 2, "zero": 3, **SP},
-    MOE | {"pp": 2, "vpp": 2, "schedule": "dualpipev", "dp": 2, "ep": 2},
-    MOE | {"pp": 4, "schedule": "dualpipe", "dp": 2, "tp": 2, "ep": 4, "etp": 1, "layers": 8},
-    *(GPT | {"pp": 4, "schedule": "dualpipe", "zero": z, "dp": 2} for z in (0, 2, 3)),
-    *(BASE | {"dp": 4, "pp": 2, "tp": 2, "zero": z, "global_batch_size": 16} for z in (1, 2, 3)),
-    *(BASE | {"dp": 4, "tp": 2, "zero": z, "dp_shard": 2, **SP} for z in (1, 2, 3)),
-    BASE | {"dp": 4, "zero": 3, "reshard_after_forward": False, "global_batch_size": 12},
-    BASE | {"dp": 4, "zero": 3, "bucket": "parameter", "fuse": False, "pp": 2},
-    BASE | {"dp": 2, "grad_reduce": "microbatch", "pp": 2, "bucket": "parameter"},
-    *(
-        BASE | {"cp": cp, "tp": 2, "cp_comm_type": kind, "pp": 2, "dp": 2, **SP}
-        for kind in ("p2p", "all_gather", "a2a")
-        for cp in (2, 4)
-    ),
-    BASE | {"cp": 4, "tp": 8, "cp_comm_type": "a2a"},  # more ranks than key-value heads
-    BASE | {"cp": 8, "zero": 3, "flash_attention": False},
-    GEMMA | {"recompute": "full", "pp": 2, "tp": 2, **SP},
-    GEMMA | {"recompute": "full", "recompute_num_layers": 1, "pp": 2, "dp": 2, "zero": 3},
-    *(
-        GEMMA | {"recompute": "selective", "recompute_modules": (some,), "tp": 2, **SP, "cp": 2}
-        for some in ("core_attn", "norm", "activation", "mlp")
-    ),
-    *(
-        MOE | {"recompute": "selective", "recompute_modules": some, "tp": 2, **SP, "dp": 2, "ep": 2}
-        for some in (("moe",), ("moe_act", "shared_experts"))
-    ),
-    GPT | {"recompute": "selective", "flash_attention": False, "tp": 2},
-    BASE | {"precision": "fp8", "tp": 2, **SP, "dp": 2},
-    BASE | {"precision": "fp32", "optimizer": "sgd", "dp": 2, "zero": 1},
-    BASE | {"activation_gather": "keep", "tp": 4, **SP},
-    GEMMA | {"clip_grad": False, "dropout": False, "pp": 2, "tp": 2, "dp": 2},
-    BASE | {"tp": 2, "dp": 2, "pp": 2, "cp": 2, "order": "pp-dp-ep-cp-tp"},
-    BASE | {"tp": 4, "dp": 4, "pp": 4, "global_batch_size": 32, **SP},  # 64 ranks
-    BASE | {"dp": 128, "tp": 8, "pp": 4},  # beyond what is run rank by rank
-]  # fmt: skip
-
+GRID = [BASE | row["settings"] for row in rows_of("test_invariants", "test_grid")]
 FSDP2 = GPT | {"framework": "torchtitan", "zero": 3, "dp": 2, "pp": 2, "global_batch_size": 4}
-TORCHTITAN: list[dict[str, Any]] = [  # each was unsound once: all are tried
-    {"cpu_offloading_num_layers": 1, "schedule": "gpipe", "layers": 2},
-    {"mtp_num_layers": 1, "recompute": "full", "pp": 3, "layers": 3},
-    {"fuse": True, "grad_reduce": "microbatch", "grad_reduce_dtype": "bf16", "layers": 2},
-]
 
 
 def checked(run: Run) -> Program:
@@ -119,8 +45,9 @@ def test_grid(settings: dict[str, Any]) -> None:
     checked(Run(**settings))
 
 
-@pytest.mark.parametrize("settings", TORCHTITAN, ids=str)
+@cases
 def test_torchtitan(settings: dict[str, Any]) -> None:
+    """Each was unsound once: all are tried."""
     checked(Run(**(FSDP2 | settings)))
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from helpers import cases, some
-from invariants import check as check_program
 from spmd import check as same_as_one_device
 from spmd import random_values, single
 from stagewright import blocks as model_blocks
@@ -32,23 +31,9 @@ from stagewright.parallel.placement import strategy, zero_layouts
 from stagewright.program.columns import PHASES, TaskKind
 from stagewright.run.rules import check as check_run
 from stagewright.run.settings import Run
-from toys import MOE
+from toys import MOE, TOYS
+from toys import WITH_EXPERTS as MODELS
 
-LATENT: dict[str, Any] = {"num_query_groups": 4, "kv_channels": 6, "qk_rope_head_dim": 2}
-LATENT |= {"kv_lora_rank": 4, "v_head_dim": 4}
-MODELS = {
-    "moe": MOE,
-    "sigmoid": replace(MOE, router="sigmoid"),
-    "shared": replace(MOE, shared_ffn_hidden_size=8, router="sigmoid"),
-    "mla": replace(MOE, **LATENT, q_lora_rank=4, shared_ffn_hidden_size=8),
-    "mla, whole queries": replace(MOE, **LATENT),
-    "biased": replace(
-        MOE,
-        **dict.fromkeys(("mlp_bias", "router_bias", "attention_sinks"), True),
-        num_attention_heads=8,
-        router="sigmoid",
-    ),
-}
 SP: dict[str, Any] = {"sequence_parallel": True}
 GATHER: dict[str, Any] = {"moe_token_dispatcher_type": "allgather"}
 RUNS: dict[str, dict[str, Any]] = {
@@ -415,34 +400,10 @@ def test_rows_are_rounded_up_to_what_ranks_share_evenly() -> None:
 
 # ---- whole programs ------------------------------------------------------------------------------
 
-PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ep, pp": ("moe", {"dp": 2, "ep": 2, "pp": 2, "global_batch_size": 8}),
-    "all but cp": ("shared", {"tp": 2, "dp": 4, "ep": 2, "pp": 2, "zero": 1} | SP),
-    "ep over dp and cp, zero 3": ("mla", {"cp": 2, "dp": 2, "ep": 4, "zero": 3}),
-    "interleaved": ("mla", {"dp": 2, "ep": 2, "pp": 2, "vpp": 2, "layers": 4}),
-    "recompute": ("mla, whole queries", {"dp": 4, "ep": 4, "recompute": "full"}),
-    "hybrid": ("shared", {"dp": 4, "ep": 2, "dp_shard": 2, "zero": 3, "pp": 2}),
-    "streams": ("shared", {"tp": 2, "dp": 2, "ep": 4, "etp": 1, "streams": "separate"} | SP),
-    "unfused": ("mla", {"tp": 2, "dp": 2, "ep": 2, "flash_attention": False}),
-    "dense first": ("dense first", {"dp": 2, "ep": 2, "pp": 2}),
-}
-
-
-@cache
-def compiled(name: str) -> CompiledRun:
-    model, settings = PROGRAMS[name]
-    models = MODELS | {"dense first": replace(MODELS["mla"], first_dense_layers=1)}
-    return compile(Run(model=model, seq_length=16, **settings), models[model])
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_every_rank_can_run(name: str) -> None:
-    streams = str(PROGRAMS[name][1].get("streams", "one"))
-    check_program(compiled(name).program, streams=streams, seeds=(0,))
-
 
 def test_layers_of_both_kinds() -> None:
-    both = compiled("dense first")
+    run = Run(model="dense first", seq_length=16, dp=2, ep=2, pp=2)
+    both = compile(run, TOYS["dense first"])
     assert [label for label in both.blocks if label.startswith("layer")] == [
         "layer dense",
         "layer experts",

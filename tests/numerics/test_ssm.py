@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers import cases, some
-from invariants import check as check_program
+from helpers import cases
 from stagewright.errors import UserError
 from stagewright.graph.node import Graph
 from stagewright.graph.table import COLLECTIVE_OPS
@@ -271,29 +270,10 @@ def test_the_plain_scan_holds_its_states() -> None:
 
 # ---- whole programs ------------------------------------------------------------------------------
 
-PROGRAMS: dict[str, dict[str, Any]] = {
-    "mamba": {"model": "mamba-130m", "tp": 2, "dp": 2, "pp": 2},
-    "mamba, cp": {"model": "mamba-130m", "tp": 2, "cp": 4, "zero": 1, "dp": 2},
-    "mamba2": {"model": "mamba2-130m", "tp": 4, "pp": 2, "vpp": 2} | SP,
-    "jamba": {"model": "jamba-v0.1", "tp": 2, "dp": 2, "ep": 2, "pp": 2, "layers": 8} | SP,
-    "nemotron-h": {"model": "nemotron-h-8b", "tp": 4, "cp": 2, "pp": 2, "layers": 12},
-    "nemotron3": {"model": "nemotron3-nano-30b-a3b", "tp": 2, "dp": 2, "ep": 4, "etp": 1}
-    | {"layers": 7},
-    "falcon-h1": {"model": "falcon-h1-0.5b", "tp": 2, "dp": 2, "pp": 2, "zero": 1, "layers": 4}
-    | SP,
-    "granite": {"model": "granite-4.0-h-tiny", "dp": 4, "ep": 4, "zero": 3, "layers": 10},
-    "minimax": {"model": "minimax-text-01", "tp": 4, "cp": 2, "dp": 2, "ep": 4, "layers": 8},
-    "recompute": {"model": "bamba-9b", "tp": 2, "recompute": "full", "layers": 10},
-}
-
-
-@pytest.mark.parametrize("name", some([*PROGRAMS]))
-def test_every_rank_can_run(name: str) -> None:
-    check_program(compile_run(Run(seq_length=256, **PROGRAMS[name])).program, seeds=(0,))
-
 
 def test_kinds_of_layers_are_labelled() -> None:
-    blocks = compile_run(Run(seq_length=256, **PROGRAMS["nemotron-h"])).blocks
+    run = {"tp": 4, "cp": 2, "pp": 2, "layers": 12, "seq_length": 256}
+    blocks = compile_run(Run(model="nemotron-h-8b", **run)).blocks
     assert {b for b in blocks if b.startswith("layer")} == {
         "layer mamba2 none",
         "layer none dense",
