@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers import cases
 from stagewright.arrays import Float
 from stagewright.lower.compile import compile
 from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
@@ -79,10 +80,7 @@ def _even(tasks: Tasks, forward: float, backward: float) -> Float:
     return seconds
 
 
-@pytest.mark.parametrize(
-    ("schedule", "pp", "vpp", "microbatches"),
-    [("gpipe", 4, 1, 8), ("1f1b", 4, 1, 8), ("1f1b", 8, 1, 8), ("interleaved", 4, 2, 8)],
-)
+@cases
 def test_bubble_of_even_stages(schedule: str, pp: int, vpp: int, microbatches: int) -> None:
     # arXiv 2104.04473, section 2.2: (p - 1) / (v m) of the ideal time.
     run: dict[str, Any] = {"model": "llama3-8b", "layers": pp * vpp, "seq_length": 64}

@@ -45,12 +45,6 @@ def products(**settings: Any) -> dict[str, int]:
 
 # ---- published closed forms ----------------------------------------------------------------------
 
-PUBLISHED: list[dict[str, Any]] = [
-    {"model": "llama3.1-70b", "tp": 8, "pp": 4},
-    {"model": "gpt3-175b", "tp": 8, "pp": 8, "dp": 2},
-    {"model": "palm-540b", "dp": 4, "zero": 3},
-]
-
 
 def closed_form(compiled: CompiledRun) -> int:
     """Forward and backward of a step, in all.
@@ -74,7 +68,7 @@ def closed_form(compiled: CompiledRun) -> int:
 
 
 @pytest.mark.parametrize("flash", [False, True])
-@pytest.mark.parametrize("settings", PUBLISHED, ids=lambda s: s["model"])
+@cases
 def test_published(settings: dict[str, Any], flash: bool) -> None:
     vocab = 50304 if settings["model"] == "gpt3-175b" else None  # 50257 is padded for tp
     run = Run(**settings, flash_attention=flash, vocab=vocab)
@@ -111,10 +105,7 @@ def test_sum_over_ranks_is_the_work_of_one(model: dict[str, Any], split: dict[st
 
 
 @pytest.mark.parametrize("flash", [True, False])
-@pytest.mark.parametrize(
-    ("model", "tp", "groups", "channels"),
-    [(LLAMA, 16, 8, 128), (LLAMA, 32, 8, 128), (PALM, 4, 1, 256), (GEMMA, 8, 4, 256)],
-)
+@cases
 def test_copies_of_key_value_heads(
     model: dict[str, Any], tp: int, groups: int, channels: int, flash: bool
 ) -> None:
@@ -248,13 +239,7 @@ def test_documents_shorter_than_a_window_count() -> None:
     assert small[0] == short[0] < local[0] < wide[0]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"model": "llama3-8b", "document_length": 128}, "is longer than seq_length=64"),
-        ({"model": "bert-base", "document_length": 32}, "is about causal attention"),
-    ],
-)
+@cases
 def test_documents_that_mean_nothing(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         compile(Run(**settings, layers=1, seq_length=64))

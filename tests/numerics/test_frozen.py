@@ -163,13 +163,7 @@ def test_a_stage_below_all_that_trains_has_no_backward(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["zbv", "v-half", "v-min"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"freeze": ("embedding.*", "layer0.*")},
-        {"bucket": "parameter", "lora_rank": 4, "lora_target_modules": ("layer0.linear_fc1",)},
-    ],
-)
+@cases
 def test_weights_are_gathered_in_the_half_of_a_backward_that_reads_them(
     settings: dict[str, Any], schedule: str
 ) -> None:

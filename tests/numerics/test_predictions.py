@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import predictions
+from helpers import cases
 from stagewright.evidence.rows import Prediction, compare
 
 
@@ -24,20 +25,14 @@ def _are_current(name: str, one_of: int, within: float) -> None:
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize(
-    ("name", "one_of"),
-    [("training", 1200), ("kernels", 40), ("inference", 40), ("memory", 40)],
-)
+@cases
 def test_few_predictions_are_those_of_the_tables(name: str, one_of: int) -> None:
     """Within 2%: what changes less need not simulate all rows again."""
     _are_current(name, one_of, 0.02)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "one_of"),
-    [("training", 400), ("kernels", 1), ("inference", 4), ("memory", 1), ("serving", 16)],
-)
+@cases
 def test_many_predictions_are_those_of_the_tables(name: str, one_of: int) -> None:
     _are_current(name, one_of, 0.001)
 

@@ -104,27 +104,12 @@ def test_members_of_a_group_name_one_size(run: Any) -> None:
             assert t.comm_bytes[i] == busiest[int(t.layer[i])] * width * BF16
 
 
-@pytest.mark.parametrize(
-    ("load", "settings", "classes"),
-    [
-        ([1, 1, 1, 1], {"dp": 2, "ep": 2}, [[0, 1]]),
-        ([1, 3, 2, 2], {"dp": 2, "ep": 2}, [[0, 1]]),  # as many for both ranks
-        ([1, 3, 3, 1], {"dp": 4, "ep": 4}, [[0, 3], [1, 2]]),
-        ([[1, 2, 2, 1], [1, 1, 2, 2]], {"dp": 4, "ep": 4}, [[0], [1], [2], [3]]),
-        # the first stage has the first layer
-        ([[1, 2, 2, 1], [1, 1, 2, 2]], STAGES, [[0, 3], [1, 2], [4, 5], [6, 7]]),
-        ([1, 2, 2, 2], {"dp": 4, "ep": 2}, [[0, 2], [1, 3]]),
-        ([1, 2, 2, 2], {"tp": 2, "dp": 2, "ep": 2, **SP}, [[0, 1], [2, 3]]),
-        ([1, 2, 2, 2], {"tp": 2, "dp": 2, "ep": 4, "etp": 1, **SP}, [[0], [1, 2, 3]]),
-        ([1, 2, 2, 2], {"cp": 2, "dp": 2, "ep": 2}, [[0, 2], [1, 3]]),
-        ([1, 2, 2, 2], {"dp": 2, "ep": 2, "moe_token_dispatcher_type": "allgather"}, [[0], [1]]),
-    ],
-)  # fmt: skip
+@cases
 def test_classes_follow_the_load(
-    run: Any, load: list[Any], settings: dict[str, Any], classes: list[list[int]]
+    run: Any, load: tuple[Any, ...], settings: dict[str, Any], classes: tuple[tuple[int, ...], ...]
 ) -> None:
     program = run(load, **settings).program
-    assert [c.ranks.tolist() for c in program.classes] == classes
+    assert tuple(tuple(c.ranks.tolist()) for c in program.classes) == classes
     check_invariants(program, seeds=(0,))
 
 
@@ -231,15 +216,7 @@ def test_files(tmp_path: Path, name: str, text: str) -> None:
     assert compiled.load.sent.tolist() == [32, 32]
 
 
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        ([3, 1, 4], "expert_load: all layers: has 3 numbers, wanted one for each of the 4 experts"),
-        ([[3, 1, 4, 0], 1], "expert_load: holds [[3, 1, 4, 0], 1], wanted a list for each layer"),
-        ([], "expert_load: holds [], wanted a list for each layer"),
-        ([[3, 1, "x", 0]], "expert_load: all layers: expert 2 is 'x', wanted a number"),
-    ],
-)
+@cases
 def test_numbers_in_a_run(given: list[Any], wanted: str) -> None:
     settings: dict[str, Any] = {"model": "moe", "seq_length": 16, "dp": 4, "ep": 4}
     for numbers in ([3, 1, 4, 0], [[3, 1, 4, 0]], [[3, 1, 4, 0], [0.375, 0.125, 0.5, 0]]):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from columns import candidates_of
-from helpers import EFFORT
+from helpers import EFFORT, cases
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.run.experiment import Experiment
@@ -85,10 +85,7 @@ def refusals(rows: Candidates) -> list[str]:
     return first
 
 
-@pytest.mark.parametrize(
-    "model",
-    ["llama3.1-8b", "mixtral-8x7b", "deepseek-v2-lite", "mamba2-2.7b", "gpt2", "jamba-v0.1"],
-)
+@cases
 def test_constraints_refuse_what_runs_refuse(model: str):
     rows = drawn(model, 400 * EFFORT, 5)
     by_name = {

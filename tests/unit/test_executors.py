@@ -14,21 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from helpers import cases
 from stagewright import executors
 from stagewright.executors import Processes
 
 
-@pytest.mark.parametrize(
-    ("jobs", "workers", "started", "here"),
-    [
-        (12, 4, 4, 1),  # 11 s are left after the first second
-        (12, 64, 5, 1),  # for two CPU-seconds each
-        (4, 4, 0, 4),  # 3 s are left: not two processes' work
-        (5, 4, 2, 1),
-        (12, 1, 0, 12),
-        (0, 4, 0, 0),
-    ],
-)
+@cases
 def test_processes_are_started_that_have_work_of_two_seconds(
     monkeypatch: pytest.MonkeyPatch, jobs: int, workers: int, started: int, here: int
 ) -> None:

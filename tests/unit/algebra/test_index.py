@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -55,15 +54,7 @@ def test_show_gives_the_text_back(ins: list[str], out: str, seed: int) -> None:
     assert show(parse(text)) == text
 
 
-BOUND: list[tuple[str, list[tuple[int, ...]], dict[str, int]]] = [
-    ("bsm,mf->bsf", [(2, 3, 4), (4, 5)], {"b": 2, "s": 3, "m": 4, "f": 5}),
-    (GQA, [(2, 3, 8, 5), (2, 4, 2, 5)], {"b": 2, "q": 3, "d": 5, "k": 4, "g": 2, "r": 4}),
-    (GQA, [(2, 3, 2, 5), (2, 4, 2, 5)], {"b": 2, "q": 3, "d": 5, "k": 4, "g": 2, "r": 1}),
-    ("->bs", [()], {}),
-]
-
-
-@pytest.mark.parametrize(("text", "shapes", "expect"), BOUND)
+@cases
 def test_bind(text: str, shapes: list[tuple[int, ...]], expect: dict[str, int]) -> None:
     assert bind(parse(text), shapes) == expect
     names = {n: size(f"N{n}") for shape in shapes for n in shape}
@@ -87,16 +78,7 @@ def test_bind_from_the_result() -> None:
     assert found == {"b": 2, "q": 3, "d": 5, "k": 4, "g": 2, "r": 4}
 
 
-WRONG: list[tuple[str, list[tuple[int, ...]], str]] = [
-    ("bsm,mf->bsf", [(2, 3, 4)], "takes 2 operands, got 1"),
-    ("bsm,mf->bsf", [(2, 3, 4), (4,)], "an operand with 2 indices"),
-    ("bsm,mf->bsf", [(2, 3, 4), (5, 6)], "'m' is both 4 and 5"),
-    ("(gr)d->gd", [(8, 5)], "cannot tell the sizes"),
-    ("(gr),g,r->g", [(8,), (2,), (3,)], "cannot tell the sizes"),
-]
-
-
-@pytest.mark.parametrize(("text", "shapes", "message"), WRONG)
+@cases
 def test_bind_refuses(text: str, shapes: list[tuple[int, ...]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         bind(parse(text), shapes)
@@ -107,16 +89,7 @@ def axes(text: str) -> tuple[tuple[str, ...], ...]:
     return tuple(() if d == "-" else tuple(d.split()) for d in text.split(","))
 
 
-SPLIT: list[tuple[str, list[str], dict[str, Any], str]] = [
-    ("bsm,mf->bsf", ["dp,cp,-", "-,tp"], {"b": "dp", "s": "cp", "f": "tp"}, "dp,cp,tp"),
-    ("bsm,mf->bsf", ["dp,-,tp", "tp,-"], {"b": "dp", "m": "tp"}, "dp,-,-"),
-    (GQA, ["dp,-,kv rep,-", "dp,-,kv,-"], {"b": "dp", "g": "kv", "r": "rep"}, "dp,kv rep,-,-"),
-    (GQA, ["-,-,tp,-", "-,-,-,-"], {"r": "tp"}, "-,tp,-,-"),
-    (GQA, ["-,-,tp,-", "-,-,tp,-"], {"g": "tp"}, "-,tp,-,-"),
-]
-
-
-@pytest.mark.parametrize(("text", "ins", "expect", "out"), SPLIT)
+@cases
 def test_splits(text: str, ins: list[str], expect: dict[str, str], out: str) -> None:
     spec = parse(text)
     found = splits(spec, [axes(t) for t in ins])

@@ -338,14 +338,7 @@ def test_help_imports_nothing_slow():
     assert not imported & {"numpy", "pydantic", "yaml", "rich", "google.protobuf"}
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import stagewright",
-        "import stagewright.model.config",
-        "from stagewright.model.presets import PRESETS; PRESETS['gpt2']",
-    ],
-)
+@cases
 def test_importing_is_light(code: str):
     code += "; import sys; print({'numpy', 'click'} & set(sys.modules))"
     assert shell("-c", code).stdout == "set()\n"

@@ -165,13 +165,7 @@ def test_run_files(scripts: Path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "value"),
-    [
-        ("gpt2?no_overlap=dp&dp=2", "gpt2?dp=2", [["dp"], []]),
-        ("gpt2?pp=2&layers_per_stage=1,3", "gpt2?pp=2", [[1, 3], [2, 2]]),
-    ],
-)
+@cases
 def test_values_of_all_types_are_json(call: Command, old: str, new: str, value: list[object]):
     _, out, _ = call(old, new, "--layers", "4", "--seq-length", "64", "--json")
     (row,) = json.loads(out)["settings"]

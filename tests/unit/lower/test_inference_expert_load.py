@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers import cases
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.program.columns import COLLECTIVES
@@ -29,13 +30,7 @@ def products(**more: object) -> tuple[int, int]:
     return int(shapes[0]["batch"]), int(tasks.flops[grouped].sum())
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        {"mode": "prefill", "prompt_length": 512, "batch_size": 4},
-        {"mode": "decode", "batch_size": 512},
-    ],
-)
+@cases
 def test_ranks_compute_as_much_as_the_busiest(step: dict[str, Any]) -> None:
     _, flops = products(**step, expert_load="1")
     assert products(**step, expert_load="1.5")[1] == pytest.approx(1.5 * flops, rel=1e-6)

@@ -54,11 +54,7 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[LoweredBlock]
 
 
 @pytest.mark.parametrize("run", [LLAMA, MIXTRAL], ids=["dense", "experts"])
-@pytest.mark.parametrize(
-    "changed",
-    [{"micro_batch_size": 2}, {"dp": 8}, {"pp": 4}, {"seq_length": 1024}, {"vpp": 2}],
-    ids=str,
-)
+@cases
 def test_runs_share_graphs(run: dict[str, Any], changed: dict[str, Any]) -> None:
     first, second = (compile(Run(**settings)) for settings in (run, run | changed))
     assert {*map(id, first.blocks.values())} == {*map(id, second.blocks.values())}

@@ -46,14 +46,7 @@ def with_quantization(folder: Path, like: str, config: object, **others: Any) ->
     return path
 
 
-@pytest.mark.parametrize(
-    ("model", "published"),
-    [
-        # model.safetensors.index.json, metadata.total_size, of openai/gpt-oss-120b and -20b
-        ("gpt-oss-120b", 65_248_815_744),
-        ("gpt-oss-20b", 13_761_264_768),
-    ],
-)
+@cases
 def test_weights_are_as_large_as_the_checkpoint(model: str, published: int) -> None:
     assert held(model) == published
     assert held(DATA / f"configs/{model}.json") == published

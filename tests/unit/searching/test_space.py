@@ -31,10 +31,7 @@ from stagewright.time.hardware import resolve
 H100 = resolve("h100-sxm")
 
 
-@pytest.mark.parametrize(
-    ("precision", "recipes"),
-    [(None, ("blockwise",)), ("fp8", ("blockwise",)), ("bf16,fp8", (None, "blockwise"))],
-)
+@cases
 def test_published_weights_in_fp8_give_the_recipe(
     precision: str | None, recipes: tuple[str | None, ...]
 ):

@@ -31,11 +31,7 @@ H100 = hardware.resolve("h100-sxm")
 DEEPSEEK = DispatchKernels(256, 8, 8, 4)
 
 
-@pytest.mark.parametrize(
-    ("experts", "parts", "top_k", "groups", "top_groups"),
-    [(8, 2, 2, 1, 1), (6, 3, 2, 1, 1), (8, 4, 3, 1, 1), (8, 4, 2, 2, 1), (8, 2, 3, 4, 2),
-     (12, 3, 3, 6, 3), (8, 8, 2, 4, 3)],
-)  # fmt: skip
+@cases
 def test_distinct_ranks_of_a_token(
     experts: int, parts: int, top_k: int, groups: int, top_groups: int
 ) -> None:

@@ -119,25 +119,7 @@ def test_published_jobs() -> None:
     assert useful_share(120, fleet, Saving(0.5, 0.5)) == pytest.approx(0.97, abs=0.01)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"model": "gpt2", "tp": 4, "dp": 2, "vocab": 50304},  # tied tables
-        {"model": "gpt2", "pp": 4, "dp": 2, "zero": 1, "global_batch_size": 16, "vocab": 50304},
-        {"model": "llama3-8b", "tp": 2, "cp": 2, "dp": 2, "zero": 3, "layers": 4},
-        {"model": "llama3-8b", "pp": 2, "vpp": 2, "layers": 8, "global_batch_size": 8},
-        {
-            "model": "llama3-8b",
-            "pp": 4,
-            "schedule": "dualpipe",
-            "layers": 8,
-            "global_batch_size": 16,
-        },
-        {"model": "mixtral-8x7b", "tp": 2, "ep": 4, "dp": 4, "zero": 1, "layers": 4},
-        {"model": "deepseek-v3", "ep": 8, "dp": 8, "pp": 2, "layers": 8, "global_batch_size": 64},
-    ],
-    ids=lambda of: " ".join(f"{k}={v}" for k, v in of.items()),
-)
+@cases
 def test_a_checkpoint_holds_each_parameter_and_state_once(settings: dict[str, object]) -> None:
     compiled = sw.compile(**settings)  # pyright: ignore
     of = checkpoint(compiled)

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from helpers import cases
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.program.columns import TaskKind
@@ -185,10 +186,7 @@ def test_copies_to_experts_move_slowly_and_are_sorted_first() -> None:
     assert seconds[first] == pytest.approx(2.5e-6 + t.traffic[first] / (0.6818 * 3350e9))
 
 
-@pytest.mark.parametrize(
-    ("gpus", "gb", "ms"),
-    [(144, 8.59, 21.5), (144, 17.18, 42.1), (1440, 4.29, 24.8), (1440, 8.59, 45.0)],
-)
+@cases
 def test_all_reduce_over_racks_beside_nccl_tests(gpus: int, gb: float, ms: float) -> None:
     """CoreWeave's GB200 NVL72: two racks, and twenty. Messages of other collectives, which nobody
     measured, leave a rack by the adapter of each GPU."""

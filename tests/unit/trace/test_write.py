@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import stagewright
+from helpers import cases
 from stagewright.algebra.layout import Mesh
 from stagewright.errors import UserError
 from stagewright.executors import ray_cluster
@@ -235,13 +236,7 @@ def test_no_room_known_before(program: Program, tmp_path: Path, monkeypatch: pyt
     write(program, tmp_path / "new", manifest={})
 
 
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
-        (errno.ENOSPC, r"disk full: needs [\d,]+ bytes"),
-        (errno.EIO, "out: cannot be written: Input/output"),
-    ],
-)
+@cases
 def test_failing_disk(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, message: str
 ):
