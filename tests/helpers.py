@@ -79,11 +79,15 @@ def rows_of(file: str, table: str) -> list[dict[str, Any]]:
     return _tables(file)[table]
 
 
-@cache
 def _tables(file: str) -> dict[str, list[dict[str, Any]]]:
-    text = (DATA / "cases" / f"{file}.yaml").read_text(encoding="utf-8")
-    tables = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return {test: [_tuples(row) for row in rows] for test, rows in tables.items()}
+    return {table: [*rows] for table, rows in read_yaml(f"cases/{file}.yaml").items()}
+
+
+@cache
+def read_yaml(name: str) -> dict[str, Any]:
+    """A file of `data/`, whose lists are read as tuples."""
+    text = (DATA / name).read_text(encoding="utf-8")
+    return _tuples(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
 
 
 def _tuples(value: Any) -> Any:

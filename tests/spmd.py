@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from helpers import read_yaml
 from stagewright import blocks as model_blocks
 from stagewright.algebra.index import Spec, parse
 from stagewright.algebra.layout import Layout
@@ -436,140 +437,21 @@ class RandomLayouts:
 
 # ---- tiny models ---------------------------------------------------------------------------------
 
-_GPT = {
-    "position": "learned",
-    "norm": "layernorm",
-    "norm_bias": True,
-    "gated": False,
-} | dict.fromkeys(("qkv_bias", "attention_output_bias", "mlp_bias", "tied_embeddings"), True)
-_BERT = (
-    _GPT
-    | {"norm_placement": "post", "causal": False, "final_norm": False, "token_types": 6}
-    | (
-        dict.fromkeys(
-            ("encoder", "embedding_norm", "lm_head_bias", "pooler", "mlm_transform"), True
-        )
-    )
-)
-_DROPOUTS = dict.fromkeys(("hidden_dropout", "attention_dropout", "embedding_dropout"), 0.25)
-_LOCAL: dict[str, Any] = {"sliding_window": 5, "mixers": ("global", "local")}
-_MIXTURE: dict[str, Any] = {"num_experts": 6, "top_k": 3, "moe_ffn_hidden_size": 12}
-_LATENT: dict[str, Any] = {"num_query_groups": 12, "q_lora_rank": 12, "kv_lora_rank": 12} | {
-    "qk_rope_head_dim": 2,
-    "v_head_dim": 12,
+_SMALL = {
+    **{"num_layers": 2, "hidden_size": 12, "ffn_hidden_size": 24, "num_attention_heads": 12},
+    **{"num_query_groups": 6, "kv_channels": 6, "vocab_size": 24, "max_position_embeddings": 12},
 }
-_STATE = {"heads": 24, "head_width": 6, "state": 6, "groups": 12, "conv": 3, "chunk": 4}
-_MAMBA2: dict[str, Any] = {"mixers": ("mamba2",), "mlps": ("none",), "position": "none"} | {
-    "num_attention_heads": 0,
-    "num_query_groups": 0,
-    "kv_channels": 0,
-    "ffn_hidden_size": 0,
-    "state_space": StateSpace(**_STATE),
-}
-_CHANNELS = StateSpace(heads=12, state=6, conv=3, dt_rank=6, inner_norms="weighted")
-_FEW = StateSpace(**_STATE | {"groups": 1, "conv_bias": False})
-_ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": {},  # grouped-query, rmsnorm, gated
-    "qwen2": {"qkv_bias": True, "num_query_groups": 2},
-    "qwen3": {"qk_norm": True},
-    "olmoe": _MIXTURE | {"qk_norm": True, "qk_norm_over_heads": True, "norm_topk_prob": False},
-    "gpt2": _GPT | _DROPOUTS | {"num_query_groups": 12, "activation": "gelu_tanh"},
-    "opt": _GPT | {"num_query_groups": 12, "position_offset": 2, "activation": "relu"},
-    "falcon-mqa": {"parallel_block": True, "num_query_groups": 1, "norm": "layernorm"}
-    | {"norm_bias": True},
-    "falcon": {"parallel_block": True, "parallel_norms": 2, "gated": False} | _DROPOUTS,
-    "gemma2": {"norm_placement": "sandwich", "attention_softcap": 2.0, "logit_softcap": 3.0}
-    | _LOCAL,
-    "bert": _BERT | _DROPOUTS | {"num_query_groups": 12},
-    "albert": _BERT | {"num_query_groups": 12, "embedding_size": 6},
-    "mixtral": _MIXTURE,
-    "deepseek": _LATENT | _MIXTURE | {"router": "sigmoid", "shared_ffn_hidden_size": 12},
-    "deepseek-lite": _LATENT | {"q_lora_rank": 0},
-    "deepseek-biased": _LATENT
-    | {"latent_bias": True, "attention_output_bias": True, "qk_rope_head_dim": 6}
-    | {"kv_channels": 12},
-    "glm-5.2": _LATENT
-    | {"mixers": ("indexed", "index_shared"), "index_topk": 5}
-    | {"index_n_heads": 6, "index_head_dim": 12},
-    "mamba2": _MAMBA2,
-    "mamba": _MAMBA2 | {"mixers": ("mamba",), "state_space": _CHANNELS},
-    "falcon-mamba": _MAMBA2
-    | {"mixers": ("mamba",), "state_space": replace(_CHANNELS, inner_norms="plain")},
-    "one-group": _MAMBA2 | {"state_space": _FEW},
-    "nemotron-h": {"mixers": ("mamba2", "none", "global", "none"), "mlps": ("none", "dense")}
-    | {
-        "num_layers": 4,
-        "state_space": StateSpace(**_STATE | {"heads": 36, "groups": 6}),
-        "position": "none",
-    },
-    "falcon-h1": {"mixers": ("global+mamba2",), "state_space": StateSpace(**_STATE)},
-    "falcon-h1-small": {"mixers": ("global+mamba2",)}
-    | {"state_space": replace(_FEW, gated_norm=False)},
-    "jamba": _MIXTURE
-    | {"mixers": ("mamba", "global"), "first_dense_layers": 1, "moe_layer_freq": 2}
-    | {"state_space": _CHANNELS, "position": "none"},
-    "minimax": _MIXTURE
-    | {"mixers": ("lightning", "global"), "state_space": StateSpace(**_STATE | {"conv": 0})},
-    "qwen3-next": _MIXTURE
-    | {"mixers": ("gated_delta", "global"), "state_space": StateSpace(**_STATE)}
-    | {"attention_gate": True, "attention_gate_bias": True, "qkv_bias": True, "qk_norm": True},
-    "kimi-linear": _LATENT
-    | {"mixers": ("kimi_delta", "global"), "position": "none"}
-    | {"state_space": StateSpace(**_STATE | {"heads": 12, "gate_rank": 6})},
-    "gpt-oss": _MIXTURE
-    | dict.fromkeys(("qkv_bias", "attention_output_bias", "mlp_bias", "router_bias"), True)
-    | {"mixers": ("local", "global"), "sliding_window": 5, "attention_sinks": True}
-    | {"activation": "quick_gelu", "glu_linear_offset": 1.0, "activation_func_clamp_value": 0.7},
-    "llama4": _MIXTURE
-    | {"mixers": ("chunked", "nope"), "attention_chunk_size": 5, "qk_l2_norm": True}
-    | {"router": "sigmoid", "norm_topk_prob": False, "apply_probs": "input"}
-    | {"first_dense_layers": 1, "moe_layer_freq": 2, "shared_ffn_hidden_size": 12},
-    "olmo2": {"norm_placement": "output", "qk_norm": True, "qk_norm_over_heads": True},
-    "olmo": {"norm": "layernorm", "norm_weight": False},
-    "step3": _MIXTURE
-    | {"mixers": ("local", "global"), "sliding_window": 5, "attention_gate": True}
-    | {"attention_gate_per_head": True},
-    "nemotron3": _MIXTURE | {"moe_latent_size": 6, "shared_ffn_hidden_size": 12},
-    "mimo": _LOCAL | {"v_head_dim": 12, "attention_sinks": True},
-    "minimax-m3": _MIXTURE
-    | {"mixers": ("indexed", "global"), "index_topk": 4, "index_block_size": 2}
-    | {"index_n_heads": 6, "index_head_dim": 12, "qk_norm": True}
-    | {"first_dense_layers": 1, "rotary_fraction": 0.34},
-    "deepseek-v4": _MIXTURE
-    | {"mixers": ("local", "compressed", "compressed_indexed"), "num_layers": 3}
-    | {"sliding_window": 5, "compress_rate_hca": 3, "compress_rate_csa": 2, "index_topk": 3}
-    | {"index_n_heads": 6, "index_head_dim": 12, "q_lora_rank": 6, "o_groups": 6}
-    | {"o_lora_rank": 2, "num_query_groups": 1, "kv_channels": 12, "rotary_fraction": 0.34}
-    | {"attention_sinks": True, "residual_streams": 2, "router": "sqrtsoftplus"}
-    | {"sinkhorn_iterations": 3, "activation_func_clamp_value": 0.7},
-    "gemma4": _MIXTURE
-    | {"mlps": ("dense+experts",), "expert_scale": True, "norm_placement": "sandwich"}
-    | {"mixers": ("local", "global"), "sliding_window": 5, "qk_norm": True, "v_norm": True}
-    | {
-        "own_sizes": (OwnSizes(num_query_groups=12, kv_channels=12, keys_are_values=True),),
-        "layers_with_own_sizes": (0, 1),
-    },
-    "decilm": {"mixers": ("global", "none"), "layers_with_own_sizes": (0, 1)}
-    | {"own_sizes": (OwnSizes(ffn_hidden_size=48),)},
-    "plain": {"position": "none", "num_query_groups": 1, "activation": "relu2", "mlp_bias": True},
-}
-TINY: dict[str, ModelConfig] = {
-    name: ModelConfig(
-        **{
-            "name": name,
-            "num_layers": 2,
-            "hidden_size": 12,
-            "ffn_hidden_size": 24,
-            "num_attention_heads": 12,
-            "num_query_groups": 6,
-            "kv_channels": 6,
-            "vocab_size": 24,
-            "max_position_embeddings": 12,
-            **fields,
-        }
-    )
-    for name, fields in _ARCHITECTURES.items()
-}
+
+
+def _tiny(name: str, fields: dict[str, Any]) -> ModelConfig:
+    if "state_space" in fields:
+        fields["state_space"] = StateSpace(**fields["state_space"])
+    if "own_sizes" in fields:
+        fields["own_sizes"] = tuple(OwnSizes(**sizes) for sizes in fields["own_sizes"])
+    return ModelConfig(**{"name": name, **_SMALL, **fields})
+
+
+TINY = {name: _tiny(name, fields) for name, fields in read_yaml("tiny_models.yaml").items()}
 """Every kind of block there is, with sizes that 2, 3, 4 and 6 ranks divide."""
 ZAMBA2 = replace(
     TINY["llama"],

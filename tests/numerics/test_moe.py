@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from helpers import cases, some
+from helpers import cases, rows_of, some
 from spmd import check as same_as_one_device
 from spmd import random_values, single
 from stagewright import blocks as model_blocks
@@ -36,55 +36,7 @@ from toys import WITH_EXPERTS as MODELS
 
 SP: dict[str, Any] = {"sequence_parallel": True}
 GATHER: dict[str, Any] = {"moe_token_dispatcher_type": "allgather"}
-RUNS: dict[str, dict[str, Any]] = {
-    "one rank": {},
-    "dp": {"dp": 4},
-    "ep": {"dp": 2, "ep": 2},
-    "ep inside dp": {"dp": 4, "ep": 2},
-    "one expert a rank": {"dp": 4, "ep": 4},
-    "tp inside experts": {"tp": 2, "dp": 2, "ep": 2},
-    "tp + sp inside experts": {"tp": 2, "dp": 2, "ep": 2} | SP,
-    "etp 1, sp": {"tp": 2, "dp": 2, "ep": 4, "etp": 1} | SP,
-    "ep over tp": {"tp": 2, "ep": 2, "etp": 1},
-    "ep over dp and cp": {"cp": 2, "dp": 2, "ep": 4},
-    "ep over cp": {"cp": 2, "dp": 2, "ep": 2, "cp_comm_type": "all_gather"},
-    "tp + sp + cp, zero 1": {"tp": 2, "cp": 2, "dp": 2, "ep": 2, "zero": 1} | SP,
-    "ulysses, etp 1, zero 1": {"tp": 2, "cp": 2, "dp": 2, "ep": 4, "etp": 1, "zero": 1}
-    | {"cp_comm_type": "a2a"}
-    | SP,
-    "zero 1": {"dp": 4, "ep": 2, "zero": 1},
-    "zero 2": {"dp": 4, "ep": 2, "zero": 2},
-    "zero 3": {"dp": 4, "ep": 2, "zero": 3},
-    "zero 3, tp + sp": {"tp": 2, "dp": 2, "ep": 2, "zero": 3} | SP,
-    "hybrid zero 2": {"dp": 4, "ep": 2, "dp_shard": 2, "zero": 2},
-    "hybrid zero 3": {"dp": 4, "ep": 2, "dp_shard": 2, "zero": 3},
-    "edp fastest": {"dp": 4, "ep": 2, "order": "dp-tp-cp-ep-pp"},
-    "gates before": {"dp": 2, "ep": 2, "moe_apply_probs": "input"},
-    "gates after": {"dp": 2, "ep": 2, "moe_apply_probs": "output"},
-    "gates after, tp + sp": {"tp": 2, "dp": 2, "ep": 2, "moe_apply_probs": "output"} | SP,
-    "gathered": {"dp": 2, "ep": 2} | GATHER,
-    "gathered, tp + sp": {"tp": 2, "dp": 2, "ep": 2} | GATHER | SP,
-    "gathered over dp and cp": {"cp": 2, "dp": 2, "ep": 4} | GATHER,
-    "gathered, ep inside dp": {"dp": 4, "ep": 2} | GATHER,
-    "gathered, etp 1, sp": {"tp": 2, "dp": 2, "ep": 4, "etp": 1} | GATHER | SP,
-    "gathered, tp": {"tp": 2, "dp": 2, "ep": 2} | GATHER,
-    "gathered, zero 3": {"tp": 2, "dp": 2, "ep": 2, "zero": 3} | GATHER | SP,
-    "padded": {"dp": 2, "ep": 2, "moe_expert_capacity_factor": 1.0}
-    | {"moe_pad_expert_input_to_capacity": True},
-    "fp32 router": {"tp": 2, "dp": 2, "ep": 2, "moe_router_dtype": "fp32"} | SP,
-    "aux loss": {"tp": 2, "cp": 2, "dp": 2, "ep": 2, "moe_aux_loss_coeff": 0.3} | SP,
-    "aux loss of two": {"dp": 2, "ep": 2, "moe_aux_loss_coeff": 0.3, "micro_batch_size": 2},
-    "aux loss of sequences": {"tp": 2, "cp": 2, "dp": 2, "ep": 2, "moe_aux_loss_coeff": 0.3}
-    | SP
-    | {"moe_router_load_balancing_type": "seq_aux_loss"},
-    "aux loss of all": {"tp": 2, "dp": 2, "moe_aux_loss_coeff": 0.3}
-    | SP
-    | {"moe_router_load_balancing_type": "global_aux_loss"},
-    "z-loss": {"tp": 2, "dp": 2, "ep": 2, "moe_z_loss_coeff": 0.3} | SP,
-    "bias": {"tp": 2, "dp": 2, "ep": 2, "moe_router_enable_expert_bias": True} | SP,
-    "bias, zero 3": {"cp": 2, "dp": 2, "ep": 2, "zero": 3, "moe_router_enable_expert_bias": True},
-    "kept gathers": {"tp": 2, "dp": 2, "ep": 2, "activation_gather": "keep"} | SP,
-}
+RUNS = {row["name"]: row["settings"] for row in rows_of("test_moe", "runs")}
 
 
 class Sharded(NamedTuple):
@@ -249,72 +201,8 @@ def moved(model: str, settings: dict[str, Any]) -> Counter[str]:
     )
 
 
-def each(count: int, *ops: str) -> dict[str, int]:
-    """So many in forward, and as many in backward."""
-    return {f"{phase} {op}": count for phase in ("forward", "backward") for op in ops}
-
-
-def added(*counts: dict[str, int]) -> dict[str, int]:
-    return dict(sum(map(Counter, counts), Counter[str]()))
-
-
-# What the names say is one axis for two uses: dp/ep is dp, all of which is ep.
-GATHERED = each(1, "all_gather tp/etp", "reduce_scatter tp/etp")
-PROBS = {"forward all_gather tp/etp": 1, "backward reduce_scatter tp/etp": 1}
-GATHER_ALL = {"forward all_gather dp/ep": 3, "forward reduce_scatter dp/ep": 1}
-GATHER_ALL |= {"backward reduce_scatter dp/ep": 2}
-# Megatron-Core 0.13's all-to-all dispatcher (arXiv 2504.14960 and its token_dispatcher.py): ranks
-# tell each other how many copies they have; copies go out, their gates, and results come back.
-
-
-def alltoall(ep: str, etp: str = "") -> dict[str, int]:
-    return each(3, f"all_to_all {ep}") | {f"forward all_gather {ep}{etp}": 1}
-
-
-TEXTBOOK: dict[str, tuple[dict[str, int], dict[str, int]]] = {
-    # GShard (arXiv 2006.16668): dispatch and combine, and the same for gradients;
-    # shared experts have all tokens where they are and add nothing.
-    **dict.fromkeys(("one rank", "dp"), ({}, {})),
-    **dict.fromkeys(("ep", "one expert a rank"), (alltoall("dp/ep"), {})),
-    **dict.fromkeys(
-        ("ep inside dp", "zero 1", "zero 2", "zero 3", "hybrid zero 2", "hybrid zero 3"),
-        (alltoall("ep"), {}),
-    ),
-    "ep over cp": (alltoall("cp/ep"), {}),
-    # Rows are gathered over etp before the experts and scattered after, in backward the other way
-    # round; shared experts do with sequences what a dense MLP does (arXiv 2205.05198, section
-    # 4.2.2).
-    **dict.fromkeys(
-        ("tp + sp inside experts", "zero 3, tp + sp"),
-        (added(alltoall("dp/ep", "+tp/etp"), GATHERED, PROBS), GATHERED),
-    ),
-    "tp + sp + cp, zero 1": (added(alltoall("cp/ep", "+tp/etp"), GATHERED, PROBS), GATHERED),
-    # Every rank of tp has the same rows: sums after the experts, and of gradients before them.
-    # Gradients of their copies stay sums until they are tokens again, where the shared ones' join.
-    "tp inside experts": (
-        added(alltoall("dp/ep"), each(1, "all_reduce tp/etp"), {"backward all_reduce tp/etp": 1}),
-        {"forward all_reduce tp/etp": 1},
-    ),
-    # Gates that are multiplied where the tokens are do not travel.
-    **dict.fromkeys(
-        ("gates before", "gates after"),
-        (added(each(2, "all_to_all dp/ep"), {"forward all_gather dp/ep": 1}), {}),
-    ),
-    # Megatron-Core's all-gather dispatcher: hidden states, gates and who goes where; sums back.
-    # The gather of the gradient is that of the residual stream, and not in this scope.
-    "gathered": (GATHER_ALL, {}),
-    "gathered, tp + sp": (
-        added(GATHER_ALL, {name.replace("dp/ep", "tp/etp"): n for name, n in GATHER_ALL.items()}),
-        GATHERED,
-    ),
-    # Padded to a capacity, nobody needs to know how many.
-    "padded": (each(3, "all_to_all dp/ep"), {}),
-}
-
-
-@pytest.mark.parametrize("name", TEXTBOOK)
-def test_textbook(name: str) -> None:
-    routed, shared = TEXTBOOK[name]
+@cases
+def test_textbook(name: str, routed: dict[str, int], shared: dict[str, int]) -> None:
     assert moved("moe", RUNS[name]) == routed
     assert moved("shared", RUNS[name]) == Counter(routed) + Counter(shared)
 

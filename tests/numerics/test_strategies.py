@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from helpers import cases, pairs, some, times
+from helpers import cases, pairs, rows_of, some, times
 from spmd import PLAIN, TINY, case, check, dims
 from stagewright.algebra.layout import Mesh
 from stagewright.blocks import PRECISIONS, Recipe, Tie
@@ -80,60 +80,9 @@ def setup(mesh: Mapping[str, int], **fields: Any) -> Setup:
     return Setup(dict(mesh), own | fields)
 
 
-ZERO: dict[str, Any] = {"zero_axes": ("dp",)}
-HYBRID: dict[str, Any] = {"data": ("dp_replicate", "dp_shard"), "zero_axes": ("dp_shard",)}
-EACH: dict[str, Any] = {"reduce_each_microbatch": True}
 SP: dict[str, Any] = {"sequence_parallel": True}
-
-EXPERTS: dict[str, Any] = {"expert": ("dp",)}
-
 SETUPS: dict[str, Setup] = {
-    "dp": setup({"dp": 3}),
-    "dp, each microbatch": setup({"dp": 2}, **EACH),
-    "zero 1": setup({"dp": 3}, zero=1, **ZERO),
-    "zero 1, each microbatch": setup({"dp": 2}, zero=1, **ZERO, **EACH),
-    "zero 2": setup({"dp": 2}, zero=2, **ZERO, **EACH),
-    "zero 3": setup({"dp": 3}, zero=3, **ZERO, **EACH),
-    "zero 3, once": setup({"dp": 2}, zero=3, **ZERO),
-    "hybrid 1": setup({"dp_shard": 3, "dp_replicate": 2}, zero=1, **HYBRID),
-    "hybrid 3": setup({"dp_shard": 2, "dp_replicate": 3}, zero=3, **HYBRID, **EACH),
-    "tp": setup({"tp": 2}),
-    "tp, words summed first": setup({"tp": 2}, embedding_all_reduce=True),
-    "tp + sp": setup({"tp": 3}, **SP),
-    "tp + sp, words summed first": setup({"tp": 2}, embedding_all_reduce=True, **SP),
-    "cp ring": setup({"cp": 2}),
-    "cp all_gather": setup({"cp": 3}, cp_comm_type="all_gather"),
-    "cp a2a": setup({"cp": 2}, cp_comm_type="a2a"),
-    "tp + cp a2a": setup({"tp": 2, "cp": 3}, cp_comm_type="a2a", **SP),
-    "tp + cp + dp": setup({"tp": 2, "cp": 3, "dp": 2}, **SP),
-    "tp + cp + zero 1": setup({"tp": 2, "cp": 3, "dp": 2}, zero=1, zero_axes=("dp", "cp"), **SP),
-    "tp + cp a2a + zero 1": setup(
-        {"tp": 2, "cp": 3, "dp": 2}, zero=1, zero_axes=("dp", "cp"), cp_comm_type="a2a", **SP
-    ),
-    "tp + cp all_gather + zero 3": setup(
-        {"tp": 2, "cp": 3, "dp": 2},
-        zero=3,
-        zero_axes=("dp", "cp"),
-        cp_comm_type="all_gather",
-        **SP,
-        **EACH,
-    ),
-    "tp + cp + hybrid 2": setup(
-        {"tp": 2, "cp": 2, "dp_shard": 3, "dp_replicate": 1},
-        zero=2,
-        **HYBRID,
-        context=("cp",),
-        **SP,
-        **EACH,
-    ),
-    "ep": setup({"dp": 3}, **EXPERTS),
-    "ep + etp": setup({"tp": 2, "dp": 3}, **EXPERTS, expert_tensor=("tp",), **SP),
-    "ep over tp": setup({"tp": 3, "dp": 2}, expert=("tp",), **SP),
-    "ep + zero 3": setup({"dp": 2, "cp": 3}, **EXPERTS, zero=3, zero_axes=("dp", "cp"), **EACH),
-    "tp with copied heads": setup({"tp_rep": 3, "tp_kv": 2}, tensor=("tp_kv", "tp_rep"), **SP),
-    "tp with copied heads + cp": setup(
-        {"tp_rep": 3, "tp_kv": 2, "cp": 2}, tensor=("tp_kv", "tp_rep"), context=("cp",), **SP
-    ),
+    row["name"]: setup(row["mesh"], **row["fields"]) for row in rows_of("test_strategies", "setups")
 }
 
 
@@ -252,38 +201,7 @@ def test_recipes(recipe: str, name: str) -> None:
 # ---- any run -------------------------------------------------------------------------------------
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
-    "tp": (1, 2, 3, 4, 6),
-    "cp": (1, 2, 3),
-    "dp": (1, 2, 3, 6),
-    "ep": (1, 2, 3, 6),
-    "etp": (1, 2, 3, 6),
-    "dp_shard": (None, 2, 3),
-    "zero": (0, 1, 2, 3),
-    "sequence_parallel": (False, True),
-    "cp_comm_type": ("p2p", "all_gather", "a2a"),
-    "recompute": ("none", "selective", "full"),
-    "recompute_modules": (
-        *(("core_attn",), ("norm", "activation"), ("core_attn", "norm"), ("mlp", "moe")),
-        *(("mla_up_proj", "core_attn"), ("mla_up_proj", "norm", "moe_act", "shared_experts")),
-    ),
-    "activation_gather": ("again", "keep"),
-    "grad_reduce": ("step", "microbatch"),
-    "reshard_after_forward": (True, False),
-    "flash_attention": (True, False),
-    "dropout": (True, False),
-    "precision": ("bf16", "fp8", "fp32"),
-    "optimizer": ("adamw", "sgd"),
-    "params_dtype": (None, "fp32"),
-    "operators": ("fused", "eager"),
-    "repeat_kv": (False, True),
-    "optimizer_step_tensors": (False, True),
-    "recompute_early_stop": (False, True),
-    "fsdp_reduce": ("microbatch", "last"),
-    "fsdp_shard_dim": ("best", "first", "few_experts_second"),
-    "loss_parallel": (True, False),
-    "input_grad_reduce": ("shared", "linear"),
-    "whole_embedding_grad": (False, True),
-    "sequence_parallel_grads": ("step", "dtensor"),
+    row["name"]: row["values"] for row in rows_of("test_strategies", "settings")
 }
 
 
