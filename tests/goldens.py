@@ -26,61 +26,13 @@ from typing import Any
 import numpy as np
 
 import stagewright as sw
+from helpers import table_of
 
 GOLDEN = Path(__file__).parent / "golden"
 
-RUNS: Mapping[str, dict[str, Any]] = {
-    "dense-tp-sp-cp": {
-        "model": "llama3-8b", "layers": 3, "tp": 4, "cp": 2, "dp": 2,
-        "sequence_parallel": True, "zero": 1, "seq_length": 4096,
-    },
-    "experts": {
-        "model": "deepseek-v3", "layers": 5, "tp": 2, "ep": 4, "dp": 4, "pp": 2,
-        "sequence_parallel": True, "moe_aux_loss_coeff": 0.01, "recompute": "selective",
-        "recompute_modules": ("core_attn", "norm"), "seq_length": 2048,
-    },
-    "pipeline-1f1b": {
-        "model": "llama3.1-70b", "layers": 8, "tp": 2, "pp": 4, "dp": 2, "global_batch_size": 16,
-        "recompute": "full", "recompute_num_layers": 1, "seq_length": 2048,
-        "optimizer_cpu_offload": True,
-    },
-    "pipeline-zero-bubble": {
-        "model": "gpt3-175b", "layers": 6, "tp": 2, "pp": 3, "schedule": "zb-h1",
-        "global_batch_size": 6, "seq_length": 1024,
-    },
-    "torchtitan": {
-        "model": "llama3-8b", "layers": 3, "tp": 2, "dp": 4, "zero": 3, "sequence_parallel": True,
-        "framework": "torchtitan", "recompute": "full", "seq_length": 2048,
-    },
-    "prefill": {
-        "model": "qwen3-30b-a3b", "layers": 3, "mode": "prefill", "tp": 2, "ep": 8, "dp": 4,
-        "etp": 1, "prompt_length": 1024, "weight_precision": "fp8",
-    },
-    "decode": {
-        "model": "deepseek-v3", "layers": 4, "mode": "decode", "tp": 4, "dcp": 2, "batch_size": 8,
-        "context_length": 3000, "num_speculative_tokens": 1,
-    },
-    "disaggregated": {
-        "model": "llama3-8b", "layers": 3, "mode": "decode", "tp": 2, "dp": 2, "batch_size": 8,
-        "context_length": 1500, "prefill": "tp=4,pp=2",
-    },
-    "hybrid": {
-        "model": "nemotron-h-8b", "layers": 6, "tp": 2, "cp": 2, "sequence_parallel": True,
-        "seq_length": 2048,
-    },
-}  # fmt: skip
+RUNS: Mapping[str, dict[str, Any]] = table_of("goldens", "runs")
 
-COMMANDS: Mapping[str, str] = {
-    "show": "show llama3.1-70b --tp 8 --pp 4 --dp 2 --sequence-parallel --zero 1",
-    "show-json": "show qwen3-30b-a3b --tp 2 --ep 4 --dp 4 --layers 4 --json",
-    "simulate": "simulate llama3.1-70b --tp 8 --pp 4 --nodes 16 --sequence-parallel --zero 1 "
-    "--global-batch-size 128 --hardware h100-sxm",
-    "simulate-decode": "simulate qwen3-30b-a3b --mode decode --tp 2 --dp 4 --ep 8 --etp 1 "
-    "--batch-size 64 --context-length 4096 --hardware h100-sxm --json",
-    "inspect": "inspect traces/workload.1.et",
-    "verify": "verify traces",
-    "diff": "diff traces other",
-}
+COMMANDS: Mapping[str, str] = table_of("goldens", "commands")
 TRACES = "generate llama3-8b --layers 2 --tp 2 --dp 2 --seq-length 1024 -o traces"
 OTHER = "generate llama3-8b --layers 2 --tp 2 --dp 2 --seq-length 1024 --sequence-parallel -o other"
 

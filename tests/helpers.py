@@ -76,11 +76,12 @@ def cases(test: Callable[..., None]) -> Any:
 
 def rows_of(file: str, table: str) -> list[dict[str, Any]]:
     """Rows of a table of `data/cases/FILE.yaml`."""
-    return _tables(file)[table]
+    return [*table_of(file, table)]
 
 
-def _tables(file: str) -> dict[str, list[dict[str, Any]]]:
-    return {table: [*rows] for table, rows in read_yaml(f"cases/{file}.yaml").items()}
+def table_of(file: str, table: str) -> Any:
+    """A table of `data/cases/FILE.yaml` as it is there."""
+    return read_yaml(f"cases/{file}.yaml")[table]
 
 
 @cache

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import stagewright
-from helpers import cases
+from helpers import cases, table_of
 from stagewright.check.verify import verify
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
@@ -254,26 +254,7 @@ def test_force_refuses_what_is_not_ours(tmp_path: Path):
 # ---- what it reads -------------------------------------------------------------------------------
 
 # Each `{}` is a place where there is no regular file, whose name goes on as the command needs.
-READERS = {
-    "show": ["show", "{}"],
-    "modules": ["show", "{}.stg"],
-    "config.json": ["show", "{}.json"],
-    "run file": ["show", "--config", "{}.yaml"],
-    "manifest": ["show", "--config", "{}.json"],
-    "schedule": ["show", "gpt2", "--pp", "2", "--schedule", "{}.csv"],
-    "strategy": ["show", "gpt2", "--strategy", "{}"],
-    "loads": ["show", "mixtral-8x7b", "--ep", "2", "--dp", "2", "--expert-load", "{}.csv"],
-    "requests": ["show", "gpt2", "--mode", "prefill", "--requests", "{}.csv"],
-    "hardware": ["simulate", "gpt2", "--hardware", "{}.yaml"],
-    "durations": ["generate", "gpt2", "--layers", "1", "--durations", "{}", "-o", "out"],
-    "rows": ["validate", "--rows", "{}"],
-    "expand": ["expand", "{}", "-o", "out"],
-    "inspect": ["inspect", "{}"],
-    "verify": ["verify", "{}"],
-    "diff": ["diff", "{}", "{}"],
-    "report": ["report", "{}", "-o", "page.html"],
-    "groups": ["verify", "{}", "--comm-group", "{}"],
-}
+READERS = table_of("test_safety", "readers")
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from helpers import table_of
 from stagewright.arrays import Int
 from stagewright.program.columns import Program, Tasks
 from stagewright.run.sections.execution import Execution
@@ -23,39 +24,7 @@ SMALL: dict[str, Any] = {"model": "llama3-8b", "layers": 2, "seq_length": 64, "s
 SP = {"sequence_parallel": True}
 GPT = SMALL | {"model": "gpt2"}
 MIXTRAL = SMALL | {"model": "mixtral-8x7b"}
-RUNS: dict[str, dict[str, Any]] = {
-    "dp": SMALL | {"dp": 2, "global_batch_size": 4},
-    "sp": SMALL | SP | {"tp": 2, "dp": 2, "zero": 1, "global_batch_size": 4},
-    "pp": SMALL | {"layers": 4, "pp": 4, "global_batch_size": 6},
-    "vpp": SMALL | {"layers": 4, "pp": 2, "vpp": 2, "tp": 2, "dp": 2, "global_batch_size": 8},
-    "zb": SMALL | {"layers": 4, "pp": 4, "schedule": "zb-h1", "global_batch_size": 6},
-    "dual": SMALL | {"layers": 4, "pp": 4, "schedule": "dualpipe", "global_batch_size": 8},
-    "zero3": SMALL | {"dp": 2, "cp": 2, "zero": 3, "global_batch_size": 4},
-    "zero2": SMALL | {"dp": 2, "tp": 2, "zero": 2, "global_batch_size": 4},
-    "offload": SMALL | {"layers": 4, "cpu_offloading_num_layers": 2, "optimizer_cpu_offload": True,
-                        "dp": 2, "zero": 1, "global_batch_size": 4},
-    "apart": SMALL | {"mode": "decode", "prefill": {"tp": 2, "pp": 2}, "tp": 2, "dp": 2,
-                      "batch_size": 8, "context_length": 64, "seq_length": None},
-    "tied": GPT | {"layers": 4, "pp": 4, "dp": 2, "global_batch_size": 8},
-    "moe": MIXTRAL | SP | {"tp": 2, "dp": 4, "ep": 4, "zero": 1, "global_batch_size": 8},
-    "sums": GPT | {"tp": 2, "fuse": False, "global_batch_size": 4},
-    "frozen": SMALL | {"layers": 4, "pp": 2, "dp": 2, "schedule": "zb-h1", "zero": 3,
-                       "bucket": "parameter", "lora_rank": 4, "global_batch_size": 8,
-                       "lora_target_modules": ("layer0.linear_fc1", "layer3.o_proj")},
-    "kept": SMALL | {"layers": 4, "pp": 2, "vpp": 2, "dp": 2, "zero": 3,
-                     "framework": "torchtitan", "global_batch_size": 8},
-    "lots": GPT | {"layers": 4, "pp": 2, "vpp": 2, "dp": 2, "schedule": "v-half",
-                   "grad_reduce": "microbatch", "bucket": "parameter", "global_batch_size": 12},
-    "vocab": SMALL | {"layers": 2, "pp": 2, "schedule": "vocab-1", "global_batch_size": 4},
-    "halves": SMALL | {"layers": 4, "pp": 2, "tp": 2, "vpp": 2, "schedule": "v-half-vocab-1",
-                       "global_batch_size": 4},
-    "ring": MIXTRAL | {"cp": 2, "ep": 2, "expert_load": 1.3, "global_batch_size": 2},
-    "wide": MIXTRAL | SP | {"tp": 2, "dp": 2, "etp": 4, "ep": 1, "zero": 1, "global_batch_size": 4},
-    "cp": SMALL | {"layers": 4, "cp": 2, "zero": 2, "bucket": "parameter", "global_batch_size": 3},
-    "fp8": SMALL | SP | {"tp": 2, "dp": 2, "pp": 2, "zero": 1, "precision": "fp8",
-                         "global_batch_size": 4},
-    "again": SMALL | SP | {"tp": 2, "dp": 2, "zero": 3, "global_batch_size": 4},
-}  # fmt: skip
+RUNS: dict[str, dict[str, Any]] = table_of("timed", "runs")
 WAYS = {
     "overlap": Execution(),
     "one": Execution(streams="one"),
@@ -67,20 +36,7 @@ WAYS = {
 }
 
 
-SHOWN = [
-    ("sums", "overlap"),  # sums of sums of reduced gradients, on the stream of the reductions
-    ("frozen", "late"),  # weights that only the second half of a backward reads
-    ("frozen", "ahead"),  # which are gathered in the first half, where the second follows at once
-    ("lots", "overlap"),  # reductions of two actions without a kernel between are one lot
-    ("vocab", "overlap"),  # small kernels on the stream of a communicator
-    ("vocab", "late"),  # broadcasts, which have no inputs and gather no weights
-    ("halves", "ahead"),  # a broadcast that only an all-gather reads
-    ("ring", "overlap"),  # neighbours on a ring whose experts have unequal loads
-    ("wide", "no dp"),  # axes of dp that are those of etp, too
-    ("cp", "overlap"),  # reductions over cp alone are limited
-    ("fp8", "next"),  # casts of weights, which wait for updated parameters
-    ("again", "overlap"),  # gradients of ZeRO-3 that are reduced a second time
-]
+SHOWN = table_of("timed", "shown")
 """Runs and ways that show what few of them do."""
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import EXAMPLES, cases, times
+from helpers import EXAMPLES, cases, table_of, times
 from stagewright.check.program import check_program
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
@@ -584,17 +584,7 @@ def test_attention_over_a_cache_takes_as_long_as_its_products_or_its_bytes() -> 
 
 # ---- whole programs ------------------------------------------------------------------------------
 
-PROGRAMS: dict[str, dict[str, Any]] = {
-    "decode": {"tp": 2, "dp": 3, "pp": 2, "batch_size": 20, **DECODE},
-    "prefill": {"tp": 4, "pp": 4, "sequence_parallel": True, "batch_size": 9, **PREFILL},
-    "chunked": {"tp": 2, "dp": 2, "prompt_length": 128, **DECODE},
-    "drafts": {"pp": 3, "num_speculative_tokens": 4, "streams": "separate", **DECODE},
-    "lengths": {"dp": 3, "pp": 2, "mode": "decode", "requests": [
-        {"count": 5, "context_length": 10 * i} for i in range(1, 7)]},
-    "experts": {"model": "deepseek-v2", "dp": 4, "ep": 4, "tp": 2, "etp": 2, "batch_size": 10,
-                "pp": 2, **DECODE},
-    "unfused": {"tp": 2, "fuse": False, "order": "dp-tp-cp-ep-pp", "dp": 2, **DECODE},
-}  # fmt: skip
+PROGRAMS: dict[str, dict[str, Any]] = table_of("test_inference", "programs")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

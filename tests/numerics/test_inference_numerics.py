@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from helpers import pairs, some
+from helpers import pairs, some, table_of
 from spmd import TINY, ZAMBA2, Spmd, check, random_values
 from stagewright import blocks as model_blocks
 from stagewright.algebra.layout import Layout
@@ -405,13 +405,9 @@ def plan(mesh: Mapping[str, int], groups: int, state: int = 0, **fields: Any) ->
     )
 
 
-MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "dp": ({"dp": 2}, {}),
-    "tp": ({"tp": 2}, {}),
-    "tp, dp": ({"tp": 3, "dp": 2}, {}),
-    "tp, copied heads": ({"tp_kv": 6, "tp_rep": 2}, {}),
-    "tp, one head": ({"tp": 4, "dp": 2}, {}),
-}
+MESHES: dict[str, Any] = table_of(
+    "test_inference_numerics", "meshes"
+)
 
 
 FAMILIES = [

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from helpers import table_of
 from orders import in_flight
 from stagewright.errors import UserError
 from stagewright.graph.node import Node
@@ -271,21 +272,7 @@ def classes(**settings: Any) -> tuple[RankClass, ...]:
     return compile(Run(**settings)).program.classes
 
 
-RUNS: list[dict[str, Any]] = [
-    {**LLAMA, "pp": 2, "global_batch_size": 4},
-    {**LLAMA, "pp": 2, "vpp": 2, "dp": 2, "zero": 3, "global_batch_size": 8},
-    {**LLAMA, "pp": 2, "schedule": "zb-h1", "global_batch_size": 4},
-    {**LLAMA, "pp": 2, "vpp": 2, "schedule": "zbv", "global_batch_size": 4},
-    {**LLAMA, "pp": 4, "schedule": "dualpipe"},
-    {**GPT, "tp": 2, **SP, "recompute": "full"},
-    {**LLAMA, "cp": 2, "dp": 2, "zero": 2},
-    {**LLAMA, "pp": 2, "vpp": 2, "schedule": "zbv", "pipeline_caches": True},
-    {**LLAMA, "pp": 2, "dp": 2, "schedule": "interlaced", "zero": 3},
-    {**LLAMA, "pp": 2, "dp": 2, "zero": 1, "cpu_offloading_num_layers": 2}
-    | {"optimizer_cpu_offload": True},
-    {**LLAMA, "dp": 4, "ddp_bucket_cap_mb": 25},
-    {**LLAMA, "pp": 2, "lora_rank": 4},
-]
+RUNS: list[dict[str, Any]] = table_of("test_memory", "runs")
 
 
 @pytest.mark.parametrize("settings", RUNS, ids=lambda s: Run(**s).describe())

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from columns import candidates_of
-from helpers import EFFORT, cases
+from helpers import EFFORT, cases, table_of
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.run.experiment import Experiment
@@ -24,43 +24,8 @@ from stagewright.searching.constraints import constraints
 
 pytestmark = pytest.mark.numerics
 
-AXES: dict[str, tuple[Any, ...]] = {
-    "tp": (1, 2, 3, 4, 8, 16, 64),
-    "cp": (1, 2, 3, 4),
-    "dp": (1, 2, 3, 8),
-    "pp": (1, 2, 3, 4),
-    "ep": (1, 2, 4, 8, 3),
-    "etp": (None, 1, 2, 4),
-    "vpp": (1, 2, 3),
-    "layers_per_stage": (None, (5, 3), (2, 2, 2, 2), (1, 3)),
-    "pipeline_split": ("layers", "compute"),
-    "first_stage_less_layers": (0, 1, 6),
-    "global_batch_size": (None, 16, 48, 24),
-    "micro_batch_size": (1, 2, 3),
-    "schedule": (None, "1f1b", "interleaved", "zb-h1", "zbv", "dualpipe", "dualpipev"),
-    "microbatch_group_size_per_vp_stage": (None, 4, 6),
-    "seq_length": (None, 4096, 1000, 48),
-    "zero": (0, 1, 2, 3),
-    "dp_shard": (None, 2, 4),
-    "reshard_after_forward": (True, False),
-    "sequence_parallel": (False, True),
-    "cp_comm_type": ("p2p", "all_gather", "a2a"),
-    "recompute": ("none", "selective", "full"),
-    "recompute_modules": (("core_attn",), ("norm",), ()),
-    "recompute_num_layers": (None, 2, 9),
-    "optimizer_cpu_offload": (False, True),
-    "moe_token_dispatcher_type": ("alltoall", "allgather"),
-    "precision": ("bf16", "fp8", "fp32"),
-    "order": ("tp-cp-ep-dp-pp", "dp-tp-cp-ep-pp", "tp-cp-dp"),
-}
-USUAL = {
-    **{"layers_per_stage": 0.9, "first_stage_less_layers": 0.9, "pipeline_split": 0.95},
-    **{"microbatch_group_size_per_vp_stage": 0.95, "recompute_modules": 0.9, "order": 0.9},
-    **{"recompute_num_layers": 0.9, "dp_shard": 0.8, "reshard_after_forward": 0.9, "etp": 0.6},
-    **{"schedule": 0.6, "seq_length": 0.6, "tp": 0.3, "ep": 0.5, "cp": 0.5, "dp": 0.3, "pp": 0.4},
-    **{"vpp": 0.7, "global_batch_size": 0.4, "moe_token_dispatcher_type": 0.8, "precision": 0.8},
-    **{"optimizer_cpu_offload": 0.8, "zero": 0.3},
-}
+AXES: dict[str, tuple[Any, ...]] = table_of("test_search_constraints", "axes")
+USUAL = table_of("test_search_constraints", "usual")
 """The probability of a setting's first value, so that some runs have no mistake."""
 
 

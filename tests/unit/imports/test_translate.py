@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import stagewright as sw
-from helpers import DATA, cases
+from helpers import DATA, cases, table_of
 from stagewright.blocks.text import stg
 from stagewright.cli.main import main
 from stagewright.errors import UserError
@@ -92,20 +92,7 @@ def test_layers_are_folded(name: str):
     assert sum(int(link.split()[0]) for link in layers) == like(name).num_layers
 
 
-SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "tp, sequence": ("llama", {"tp": 4, "dp": 2, "sequence_parallel": True}),
-    "tp, pp, zero": (
-        "llama",
-        {"tp": 2, "pp": 2, "dp": 2, "zero": 3, "global_batch_size": 8},
-    ),
-    "context": ("llama", {"tp": 2, "cp": 2, "sequence_parallel": True}),
-    "more ranks than keys": ("llama", {"tp": 8}),
-    "experts": ("qwen3-moe", {"tp": 2, "dp": 4, "ep": 4, "sequence_parallel": True}),
-    "experts, zero": ("qwen3-moe", {"dp": 4, "ep": 2, "zero": 2}),
-    "latents": ("deepseek-v3", {"tp": 2, "dp": 4, "ep": 4, "sequence_parallel": True}),
-    "latents, pp": ("deepseek-v3", {"pp": 3, "dp": 2, "ep": 2, "zero": 1, "global_batch_size": 6}),
-    "tied": ("gpt2", {"tp": 2, "pp": 2, "dp": 2, "global_batch_size": 4}),
-}
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = table_of("test_translate", "settings")
 
 
 @pytest.mark.numerics

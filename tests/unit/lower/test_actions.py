@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from helpers import table_of
 from stagewright.lower.compile import compile
 from stagewright.program.columns import Program
 from stagewright.run.settings import Run
@@ -15,15 +16,7 @@ DENSE: dict[str, Any] = {"model": "llama3-8b", "global_batch_size": 16} | SIZES
 EXPERTS: dict[str, Any] = {"model": "mixtral-8x7b", "global_batch_size": 32} | SIZES
 FSDP = {"framework": "torchtitan", "zero": 3, "dp": 2}
 
-RUNS: dict[str, dict[str, Any]] = {
-    "gpipe": DENSE | {"pp": 4, "schedule": "gpipe"},
-    "interleaved": DENSE | {"pp": 2, "vpp": 2, "sequence_parallel": True, "tp": 2},
-    "a V": DENSE | {"pp": 4, "vpp": 2, "schedule": "zbv"},
-    "DualPipe": EXPERTS | {"pp": 4, "dp": 2, "ep": 2, "schedule": "dualpipe", "zero": 1},
-    "DualPipe, uneven shards": EXPERTS | FSDP | {"pp": 2, "schedule": "dualpipe", "vocab": 241},
-    "kept graphs": DENSE | {"pp": 2, "vpp": 2, "schedule": "zbv", "pipeline_caches": True},
-    "uneven experts": EXPERTS | {"dp": 4, "ep": 4, "pp": 2, "vpp": 2, "expert_load": 2.0},
-}
+RUNS: dict[str, dict[str, Any]] = table_of("test_actions", "runs")
 
 
 def program_of(settings: dict[str, Any]) -> Program:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from helpers import cases
+from helpers import cases, table_of
 from stagewright.check.program import check_program
 from stagewright.check.verify import verify
 from stagewright.errors import UserError
@@ -22,18 +22,7 @@ from stagewright.program.columns import COLLECTIVES, TaskKind
 from stagewright.run.settings import Run
 from stagewright.views.summary import summary
 
-CASES: dict[str, dict[str, Any]] = {
-    "alike": {"tp": 2, "prefill": "tp=2", "batch_size": 4},
-    "wider": {"tp": 8, "prefill": "tp=2,pp=2", "batch_size": 4},
-    "narrower": {"dp": 4, "prefill": "tp=8", "batch_size": 4},
-    "dealt otherwise": {"dp": 3, "pp": 2, "prefill": {"dp": 2, "pp": 3}, "batch_size": 12},
-    "copies of heads": {"tp": 16, "dp": 2, "prefill": "tp=32", "batch_size": 6},
-    "fp8": {"tp": 4, "prefill": "tp=4", "kv_cache_dtype": "fp8", "batch_size": 2},
-    "one place each": {"tp": 4, "prefill": "tp=2", "kv_cache": "contiguous", "batch_size": 2},
-    "latents": {"model": "deepseek-v2", "dp": 4, "ep": 4, "batch_size": 8,
-                "prefill": "tp=2,ep=2,etp=1,pp=2,dp=1"},
-    "windows": {"model": "gemma2-9b", "tp": 4, "prefill": "tp=8", "batch_size": 3},
-}  # fmt: skip
+CASES: dict[str, dict[str, Any]] = table_of("test_disaggregated", "cases")
 CONTEXT = 6400  # tokens of each request: whole blocks
 
 

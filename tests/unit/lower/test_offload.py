@@ -11,6 +11,7 @@ import pytest
 
 import invariants
 import stagewright
+from helpers import table_of
 from stagewright.check.program import check_program
 from stagewright.check.verify import verify
 from stagewright.errors import UserError
@@ -87,13 +88,7 @@ def test_a_fraction_of_the_optimizer() -> None:
     assert stored * 3 == none.memory["optimizer"] - of.memory["optimizer"]
 
 
-EVERY: list[dict[str, Any]] = [
-    {**ACTIVATIONS, "global_batch_size": 2},
-    {"cpu_offloading_num_layers": 1, "pp": 2, "vpp": 2, "global_batch_size": 4},
-    {"cpu_offloading_num_layers": 2, "pp": 2, "schedule": "zb-h1", "global_batch_size": 4},
-    {**ACTIVATIONS, **STATES, "dp": 2, "zero": 3, "tp": 2, "sequence_parallel": True},
-    {**STATES, "optimizer_offload_fraction": 0.5, "pp": 2, "streams": "separate"},
-]
+EVERY: list[dict[str, Any]] = table_of("test_offload", "every")
 
 
 @pytest.mark.numerics

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers import cases
+from helpers import cases, table_of
 from stagewright.errors import UserError
 from stagewright.imports.recording import (
     Process,
@@ -58,22 +58,9 @@ SHAPES = {
     "a": (6, 4), "b": (4, 10), "x": (3, 6, 4), "y": (3, 4, 10), "rows": (12, 4), "q": (2, 8, 16, 4),
     "k": (2, 2, 32, 4), "v": (2, 2, 32, 6), "image": (2, 4, 9, 9), "kernel": (8, 2, 3, 3),
 }  # fmt: skip
-COSTS: list[tuple[str, tuple[Any, ...], tuple[int, ...], int]] = [
-    ("mm", ("a", "b"), (6, 10), 2 * 6 * 4 * 10),
-    ("addmm", ("a", "a", "b"), (6, 10), 2 * 6 * 4 * 10),
-    ("bmm", ("x", "y"), (3, 6, 10), 2 * 3 * 6 * 4 * 10),
-    ("_grouped_mm", ("rows", "y"), (12, 10), 2 * 12 * 4 * 10),
-    ("convolution", ("image", "kernel", None, (1, 1), (0, 0), (1, 1), False, (0, 0), 2),
-     (2, 8, 7, 7), 2 * (2 * 8 * 7 * 7) * 2 * 9),
-    ("_scaled_dot_product_flash_attention", ("q", "k", "v", 0.0, False), (),
-     2 * 2 * 8 * 16 * 32 * (4 + 6)),
-    ("_scaled_dot_product_flash_attention", ("q", "k", "v", 0.0, True), (),
-     2 * 8 * 16 * 32 * (4 + 6)),
-    ("_scaled_dot_product_efficient_attention_backward",
-     ("v", "q", "k", "v", None, "q", "q", "q", "q", 0.0, (True,), False), (),
-     2 * 2 * 8 * 16 * 32 * (3 * 4 + 2 * 6)),
-    ("silu", ("a",), (6, 4), 0),
-]  # fmt: skip
+COSTS: Any = table_of(
+    "test_traced_graph", "costs"
+)
 
 
 @pytest.mark.parametrize(("kind", "args", "shape", "flops"), COSTS)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from columns import candidates_of
-from helpers import cases
+from helpers import cases, table_of
 from stagewright.api.experiments import load_experiment
 from stagewright.errors import UserError
 from stagewright.run import tool_files
@@ -131,34 +131,11 @@ def torchtitan(*args, **settings):
     return options(lines("torchtitan", *args, **settings))
 
 
-EVERYTHING = {
-    "tp": 2, "cp": 2, "pp": 4, "ep": 8, "dp": 8, "vpp": 2, "schedule": "interleaved",
-    "sequence_parallel": True, "cp_comm_type": "a2a", "micro_batch_size": 2,
-    "global_batch_size": 512, "seq_length": 8192, "order": "tp-cp-ep-pp-dp",
-}  # fmt: skip
+EVERYTHING = table_of("test_flags", "everything")
 
 # ---- rules that hold for any run -----------------------------------------------------------------
 
-RUN_CHOICES = {
-    "model": ["llama3-8b", "gpt2", "mixtral-8x7b", "deepseek-v3"],
-    "framework": ["megatron", "torchtitan"],
-    "tp": [1, 2], "cp": [1, 2], "dp": [1, 4], "ep": [1, 4], "zero": [0, 1, 2, 3],
-    "pp,vpp,schedule": [
-        (1, 1, None), (2, 1, None), (4, 2, None), (2, 3, None), (3, 1, "gpipe"), (2, 2, "zbv"),
-    ],
-    "dp_shard": [None, 2], "sequence_parallel": [False, True], "cp_comm_type": ["p2p", "a2a"],
-    "recompute": ["none", "selective", "full"],
-    "recompute_modules": [("core_attn",), ("norm", "activation")],
-    "recompute_num_layers": [None, 2], "micro_batch_size": [1, 2], "global_batch_size": [None, 64],
-    "precision": ["bf16", "fp32", "fp8", "nvfp4", "int8"],
-    "fp8_recipe": [None, "rowwise", "blockwise"], "flash_attention": [True, False],
-    "optimizer": ["adamw", "sgd"], "exp_avg_dtype": [None, "bf16"], "clip_grad": [True, False],
-    "optimizer_cpu_offload": [False, True], "cpu_offloading_num_layers": [None, 2],
-    "moe_token_dispatcher_type": ["alltoall", "allgather"], "moe_router_dtype": [None, "fp32"],
-    "moe_apply_probs": [None, "input", "output"], "dropout": [True, False],
-    "operators": ["fused", "eager"], "fuse": [True, False],
-    "reshard_after_forward": [True, False], "fp8_dot_product_attention": [False, True],
-}  # fmt: skip
+RUN_CHOICES = table_of("test_flags", "run_choices")
 HOW_CHOICES = {
     "no_overlap": [frozenset(), frozenset({"dp"}), frozenset({"pp", "tp"})],
     "overlap_param_gather": [False, True],

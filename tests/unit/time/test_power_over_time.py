@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 
 import stagewright as sw
-from helpers import cases
+from helpers import cases, table_of
 
-SETTINGS = {
-    "hardware": "h100-sxm", "tp": 8, "pp": 4, "dp": 2, "zero": 1, "sequence_parallel": True,
-    "global_batch_size": 32, "layers": 32,
-}  # fmt: skip
+SETTINGS = table_of("test_power_over_time", "settings")
 
 
 def _step(**changes: object) -> sw.Simulation:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from helpers import pairs
+from helpers import pairs, table_of
 from stagewright.arrays import exact_sum
 from stagewright.program.columns import TaskKind
 from stagewright.time.durations import task_seconds
@@ -19,16 +19,7 @@ from stagewright.time.simulate.utilization import executed_flops, sequence_flops
 
 pytestmark = pytest.mark.numerics  # whole steps of many models and precisions take seconds
 
-MODELS = {
-    "dense": {"model": "llama3-8b", "seq_length": 8192, "tp": 2},
-    "window": {"model": "gpt-oss-20b", "seq_length": 8192, "ep": 2, "dp": 2},
-    "latent": {"model": "deepseek-v2-lite", "seq_length": 4096},
-    "states": {"model": "nemotron-h-8b", "layers": 4, "seq_length": 4096},
-    "delta": {"model": "qwen3-next-80b-a3b", "layers": 4, "seq_length": 4096},
-    "decode": {"model": "llama3-8b", "mode": "decode", "batch_size": 64},
-    "prefill": {"model": "deepseek-v2-lite", "mode": "prefill", "batch_size": 2},
-    "absorbed": {"model": "deepseek-v2-lite", "mode": "decode", "batch_size": 512},
-}
+MODELS = table_of("test_utilization", "models")
 SERVED = ("decode", "prefill", "absorbed")
 
 
@@ -76,15 +67,7 @@ def test_attention_in_fp32_has_the_rate_of_fp32() -> None:
         assert 0.3 * fp32 < tasks.flops[row] / seconds[row] < fp32
 
 
-DRAWS = (
-    {},
-    {"recompute": "full"},
-    {"recompute": "selective", "sequence_parallel": True},
-    {"cp": 2, "tp": 1},
-    {"pp": 2, "tp": 1, "vpp": 1},
-    {"flash_attention": False},
-    {"zero": 3, "framework": "torchtitan"},
-)
+DRAWS = table_of("test_utilization", "draws")
 
 
 @pytest.mark.parametrize(

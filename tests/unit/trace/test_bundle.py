@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 
 import fuzz
 import stagewright as sw
-from helpers import some
+from helpers import some, table_of
 from stagewright.check.diff import diff
 from stagewright.check.regenerate import difference
 from stagewright.check.verify import verify
@@ -32,26 +32,7 @@ from stagewright.trace.write import expand
 pytestmark = pytest.mark.numerics  # whole bundles are written and read
 
 TOY = {"model": "llama3-8b", "layers": 4, "seq_length": 64, "vocab": 128}
-RUNS = {
-    "one rank": {},
-    "dense": {"tp": 2, "dp": 4, "pp": 4, "zero": 1, "sequence_parallel": True},
-    "chunks": {"pp": 2, "vpp": 2, "dp": 2, "zero": 3},
-    "ring": {"tp": 2, "cp": 4, "pp": 2},
-    "tied": {"model": "gpt2", "pp": 4, "tp": 2, "order": "pp-dp-tp-cp-ep"},
-    "experts": {"model": "mixtral-8x7b", "tp": 2, "dp": 4, "ep": 4},
-    "streams": {"dp": 2, "pp": 2, "streams": "separate"},
-    "replicas": {"pp": 4, "dp": 2, "tp": 2, "zero": 1, "schedule": "dualpipe"},
-    "idle stage": {"pp": 3, "cp": 2, "layers_per_stage": (0, 2, 2), "cp_comm_type": "a2a"},
-    "requests": {
-        "mode": "decode",
-        "batch_size": 13,
-        "context_length": 32,
-        "seq_length": None,
-        "tp": 2,
-        "dp": 3,
-        "pp": 2,
-    },
-}
+RUNS = table_of("test_bundle", "runs")
 
 
 def compiled(**settings: Any) -> sw.Compiled:
