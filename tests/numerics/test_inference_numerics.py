@@ -405,9 +405,7 @@ def plan(mesh: Mapping[str, int], groups: int, state: int = 0, **fields: Any) ->
     )
 
 
-MESHES: dict[str, Any] = table_of(
-    "test_inference_numerics", "meshes"
-)
+MESHES: dict[str, Any] = table_of("test_inference_numerics", "meshes")
 
 
 FAMILIES = [

@@ -16,12 +16,8 @@ from spmd import Coords, Spmd, group_index
 from stagewright.algebra.layout import (
     Layout,
     Mesh,
-    Move,
     collective,
-    layout_after,
     moves,
-    replicated,
-    split,
 )
 from stagewright.algebra.size import size
 from stagewright.graph.make import move
@@ -55,35 +51,6 @@ def test_positions_number_a_joint_group_outermost_axis_first() -> None:
 
 # ---- layouts -------------------------------------------------------------------------------------
 
-PRINTED = [
-    (split("dp", "cp tp", ""), "[/dp, /cp/tp, -]", "[B/dp, S/cp/tp, M]"),
-    (replicated(3), "[-, -, -]", "[B, S, M]"),
-    (
-        Layout(((), (), ("tp",)), frozenset({"dp", "cp"})),
-        "[-, -, /tp @ 1/cp/dp]",
-        "[B, S, M/tp @ 1/cp/dp]",
-    ),
-    (Layout(((),) * 3, frozenset({"tp"}), "max"), None, "[B, S, M @ max 1/tp]"),
-]
-
-
-@pytest.mark.parametrize(("layout", "plain", "named"), PRINTED)
-def test_printing(layout: Layout, plain: str | None, named: str) -> None:
-    assert layout.show(("B", "S", "M")) == named
-    if plain:
-        assert str(layout) == plain
-
-
-def test_printing_of_a_number() -> None:
-    assert Layout((), frozenset({"dp"})).show(()) == "[@ 1/dp]"
-    assert replicated(0).show(()) == "[]"
-
-
-def test_what_an_axis_does() -> None:
-    layout = Layout((("dp",), ("cp", "tp")), frozenset({"ep"}))
-    assert [layout.role_of(a) for a in ("dp", "cp", "tp", "ep", "pp")] == [0, 1, 1, "sum", None]
-    assert layout.axes() == {"dp", "cp", "tp", "ep"}
-
 
 @pytest.mark.parametrize(
     ("dims", "partial"), [((("a",), ("a",)), ""), ((("a", "a"),), ""), ((("a",),), "a")]
@@ -114,11 +81,6 @@ def test_nine_cells(src: int | str | None, dst: int | str | None, kind: str | No
     assert [s.kind for s in moves(have, to)] == ([kind] if kind else [])
 
 
-def test_staying_in_a_dim_moves_nothing() -> None:
-    assert collective(0, 0) is None
-    assert moves(split("a b", "c"), split("a b", "c")) == ()
-
-
 def read(text: str) -> Layout:
     """`"a b,c@d"`: a and b split the first dim, c the second, d is a partial sum."""
     dims, _, partial = text.partition("@")
@@ -129,13 +91,6 @@ def read(text: str) -> Layout:
 @cases
 def test_transitions(what: str, have: str, to: str, expect: tuple[str, ...]) -> None:
     assert tuple(map(str, moves(read(have), read(to)))) == expect, what
-
-
-def test_a_maximum_stays_one_until_it_is_reduced() -> None:
-    have = Layout(((), ()), frozenset({"a", "b"}), "max")
-    (first,) = moves(have, Layout(((), ()), frozenset({"b"}), "max"))
-    assert layout_after(have, first) == Layout(((), ()), frozenset({"b"}), "max")
-    assert layout_after(have, Move("all_reduce", ("a", "b"), "sum", None)) == replicated(2)
 
 
 AXES = {"a": 2, "b": 3, "c": 2}

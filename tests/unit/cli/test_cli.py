@@ -20,7 +20,6 @@ from stagewright.run.settings import Run
 from stagewright.schedule.schedules import SCHEDULES
 from stagewright.trace.templates import FORMATS
 from stagewright.trace.write import BUNDLE
-from stagewright.views.models import KINDS
 
 SMALL = ["gpt2", "--layers", "4", "--seq-length", "64"]
 
@@ -114,21 +113,6 @@ def test_show_json(command: Command):
     for each in summary["rank_classes"]:
         assert all(each["flops"][phase] > 0 for phase in ("forward", "backward"))
         assert {row["axis"] for row in each["sends"]} == {"pp"}
-
-
-@pytest.mark.numerics
-def test_models(command: Command):
-    result = command("models")
-
-    assert result.code == 0
-    for name in PRESETS:
-        assert name in result.out
-    lines = result.out.splitlines()
-    (line,) = [line for line in lines if "deepseek-v3 " in line]
-    assert line.split()[-5:] == ["671B", "37.6B", "61", "7168", "163840"]
-    kinds = [line.split("  ")[0] for line in lines[2:] if line.strip() and line[0] != " "]
-    assert kinds == [*KINDS]
-    assert max(map(len, lines)) <= 80
 
 
 def test_a_long_word_is_cut(command: Command):

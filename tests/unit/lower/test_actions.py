@@ -13,8 +13,6 @@ from stagewright.run.settings import Run
 
 SIZES = {"seq_length": 64, "micro_batch_size": 1, "vocab": 240, "layers": 8}
 DENSE: dict[str, Any] = {"model": "llama3-8b", "global_batch_size": 16} | SIZES
-EXPERTS: dict[str, Any] = {"model": "mixtral-8x7b", "global_batch_size": 32} | SIZES
-FSDP = {"framework": "torchtitan", "zero": 3, "dp": 2}
 
 RUNS: dict[str, dict[str, Any]] = table_of("test_actions", "runs")
 
@@ -38,18 +36,6 @@ def test_stages_of_a_class_share_actions():
     assert counts == [3 * 4 + 3] * 2
 
 
-def test_classes_of_a_pipeline_rank_differ_in_numbers_only():
-    program = program_of(RUNS["uneven experts"])
-    first, *others = [of.work for of in program.classes if of.pipeline_rank == 0]
-    assert others
-    for work in others:
-        assert work.order is first.order
-        for name in ("begin", "part", "carried"):
-            assert getattr(work.actions, name) is getattr(first.actions, name)
-        assert work.actions.tasks.data is first.actions.tasks.data
-        assert not np.array_equal(work.actions.tasks.flops, first.actions.tasks.flops)
-
-
 def test_replicas_of_a_mirrored_pipeline_are_shards():
     """241 rows of the vocabulary on four ranks: 61, 61, 61 and 58, the last pipeline rank last."""
     program = program_of(RUNS["DualPipe, uneven shards"])
@@ -57,17 +43,3 @@ def test_replicas_of_a_mirrored_pipeline_are_shards():
     sizes = [of.memory["optimizer"] for of in program.classes]
     values_per_row = 4 * 4096  # two moments, of the embedding and of the output layer
     assert [sizes[0] - size for size in sizes] == [0, 0, 3 * values_per_row * 4]
-
-
-def test_explicit_tables_are_one_action():
-    (of,) = program_of(DENSE | {"global_batch_size": 2}).classes
-    work = of.work.from_tables(of.tasks, values=of.values)
-    assert work.tasks is of.tasks
-    assert work.actions.tasks is of.tasks
-    assert work.order.action.tolist() == [0]
-    assert work.order.begin.tolist() == [0, len(of.tasks)]
-    assert not work.actions.carried.any()
-    assert work.memory == of.memory
-    again = of.work.with_tasks(of.tasks)
-    assert again.memory == of.memory
-    assert again.values is of.values

@@ -11,16 +11,14 @@ import pytest
 
 import stagewright as sw
 from helpers import cases, table_of
-from stagewright.check.program import check_program
 from stagewright.check.verify import verify
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.lower.disaggregated import heads_held_by, messages, prefill_run
+from stagewright.lower.disaggregated import heads_held_by, prefill_run
 from stagewright.model.presets import PRESETS
 from stagewright.program.columns import COLLECTIVES, TaskKind
 from stagewright.run.settings import Run
-from stagewright.views.summary import summary
 
 CASES: dict[str, dict[str, Any]] = table_of("test_disaggregated", "cases")
 CONTEXT = 6400  # tokens of each request: whole blocks
@@ -71,13 +69,6 @@ def test_every_rank_gets_its_part_of_the_cache(case: CompiledRun) -> None:
     assert max(gave) < start
 
 
-def test_it_runs(case: CompiledRun) -> None:
-    assert check_program(case.program)["run"] == "rank by rank"
-    ranks = np.concatenate([c.ranks for c in case.program.classes])
-    assert sorted(ranks.tolist()) == list(range(case.run.world_size))
-    assert summary(case)["world_size"] == case.run.world_size
-
-
 def test_each_side_does_what_it_does_alone(case: CompiledRun) -> None:
     run = case.run
     alone = compile(run.model_copy(update={"prefill": None})), compile(prefill_run(run))
@@ -114,19 +105,6 @@ def test_what_waits_for_what() -> None:
         assert not needed(second, row)
     reduced = second.collective == COLLECTIVES.index("all_reduce")
     assert reduced.sum() == 1 + 2 * 6
-
-
-@cases
-def test_who_asks_whom(heads: int, prefill: int, decode: int, pairs: list[tuple[int, int]]) -> None:
-    name = {8: "llama3.1-8b", 2: "qwen2.5-3b"}[heads]
-    assert PRESETS[name].num_query_groups == heads
-    run = resolved(
-        Run(model=name, mode="decode", layers=1, tp=decode, context_length=16,
-            prefill={"tp": prefill})  # pyright: ignore[reportArgumentType]
-    )  # fmt: skip
-    model = PRESETS[name].with_overrides(num_layers=1)
-    found = messages(prefill_run(run).resolved(model), run, model)
-    assert sorted((m.source, m.target) for m in found) == sorted(pairs)
 
 
 def test_traces_are_sound_and_made_again(tmp_path: Path) -> None:

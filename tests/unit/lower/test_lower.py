@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,10 @@ from stagewright.program.columns import COLLECTIVES, RankWork, TaskKind, Tasks
 from stagewright.program.communicators import Communicator, Peer
 from stagewright.program.fit import peak_in_program_order
 from stagewright.run.settings import Run
-from stagewright.schedule.actions import Action, Overlap, flat
+from stagewright.schedule.actions import Overlap, flat
 
 GPT = {"model": "gpt2", "layers": 4, "seq_length": 64}
 LLAMA = GPT | {"model": "llama3.1-8b"}
-SP = {"sequence_parallel": True}
 FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER = range(4)
 
 
@@ -69,46 +69,18 @@ def behind(t: Tasks, row: int) -> set[int]:
 
 @cases
 def test_rows_follow_the_schedule(settings: dict[str, Any]) -> None:
-    c = compiled(**GPT, **settings)
-    for rank, order in zip(c.program.classes, c.order, strict=True):
+    c = compiled(**GPT | settings)
+    for rank, steps in zip(c.program.classes, c.order, strict=True):
         t = rank.tasks
-        found: list[Action] = []
-        for i in np.flatnonzero(t.microbatch >= 0):
-            kind = "F" if t.phase[i] == FORWARD else "B"
-            action = Action(int(t.stage[i]), kind, int(t.microbatch[i]))
-            if not found or found[-1] != action:
-                found.append(action)
-        assert tuple(found) == order
+        rows = np.flatnonzero(t.microbatch >= 0)
+        columns = t.stage[rows], t.phase[rows] == FORWARD, t.microbatch[rows]
+        found = zip(*(column.tolist() for column in columns), strict=True)
+        wanted = ((a.stage, a.kind == "F", a.microbatch) for a in flat(steps))
+        assert [key for key, _ in groupby(found)] == [key for key, _ in groupby(wanted)]
         once = t.microbatch < 0
         assert once[-1]  # the optimizer ends the step
-        assert np.diff(once.astype(int)).min() >= 0
-
-
-def test_microbatches_are_copies() -> None:
-    """Rows and dependencies of one are those of another, moved."""
-    c = compiled(**LLAMA, pp=2, dp=2, zero=1, global_batch_size=12)
-    for rank in c.program.classes:
-        t = rank.tasks
-        for phase in (FORWARD, BACKWARD):
-            some = [np.flatnonzero((t.phase == phase) & (t.microbatch == m)) for m in (2, 3)]
-            columns = (
-                "kind",
-                "name",
-                "op",
-                "layer",
-                "stage",
-                "flops",
-                "traffic",
-                "comm_bytes",
-                "slot",
-            )
-            for column in columns:
-                one, two = (getattr(t, column)[rows] for rows in some)
-                assert np.array_equal(one, two), column
-            for i, j in zip(*some, strict=True):
-                one, two = reads(t, i), reads(t, j)
-                assert [name(t, r) for r in one] == [name(t, r) for r in two]
-                assert {int(t.microbatch[r]) for r in two} <= {3}
+        if all(a.kind in "FB" for a in flat(steps)):  # halves leave sums of a stage behind
+            assert np.diff(once.astype(int)).min() >= 0
 
 
 def test_once_per_step() -> None:
@@ -169,14 +141,6 @@ def test_gathers_run_ahead() -> None:
 # ---- dependencies --------------------------------------------------------------------------------
 
 
-def test_recomputed_values_replace_kept_ones() -> None:
-    """With full recompute, backward reads nothing of forward but the layer's input and weights."""
-    t = compiled(**LLAMA, tp=2, recompute="full").program.classes[0].tasks
-    for i in np.flatnonzero((t.layer == 2) & (t.phase >= RECOMPUTE) & (t.phase < OPTIMIZER)):
-        for r in reads(t, i):
-            assert t.phase[r] != FORWARD or t.layer[r] == 1
-
-
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("split", [{"dp": 2}, {"dp": 2, "zero": 2}, {"pp": 2, "tp": 2}], ids=str)
 def test_updates_wait_for_their_gradients(split: dict[str, Any], clip: bool) -> None:
@@ -216,21 +180,6 @@ def test_receives_are_posted_in_time() -> None:
             assert reads(t, i) == []
             before = np.flatnonzero(t.kind[:i] == TaskKind.COMPUTE)
             assert waits(t, i) == before[-1:].tolist()
-
-
-def test_streams() -> None:
-    """In one chain, or a chain for each communicator and one for sends."""
-    settings = LLAMA | {"tp": 2, "dp": 2, "pp": 2}
-    for streams in ("one", "separate"):
-        t = compiled(**settings, streams=streams).program.classes[0].tasks
-        moves = (t.kind == TaskKind.COLLECTIVE) | (t.kind == TaskKind.SEND)
-        stream = (
-            np.where(t.kind == TaskKind.SEND, -1, t.slot) if streams == "separate" else 0 * t.slot
-        )
-        for i in np.flatnonzero(moves):
-            earlier = [r for r in range(i) if moves[r] and stream[r] == stream[i]]
-            chained = [r for r in waits(t, i) if moves[r]]
-            assert chained == earlier[-1:]
 
 
 # ---- messages ------------------------------------------------------------------------------------
@@ -279,31 +228,6 @@ def test_ranks_of_tp_share_a_message() -> None:
         )
 
 
-def test_chunks_go_round() -> None:
-    """Interleaved: the last rank's first chunk is followed by the first rank's second."""
-    program = compiled(**GPT, pp=2, vpp=2).program
-    assert program.peers == (Peer("pp", 1),)  # of two ranks, the other
-    program = compiled(**GPT | {"layers": 6}, pp=3, vpp=2).program
-    last = program.classes[-1].tasks
-    sends = np.flatnonzero((last.kind == TaskKind.SEND) & (last.phase == FORWARD))
-    assert {program.peers[s] for s in last.slot[sends]} == {Peer("pp", 1)}
-    assert program.peer_of(program.peers.index(Peer("pp", 1))).tolist() == [1, 2, 0]
-    assert set(last.stage[sends].tolist()) == {2}
-
-
-def test_a_stage_without_layers_passes_on() -> None:
-    """Only an embedding, only a head: what is sent is what the block made."""
-    c = compiled(**GPT | {"layers": 2}, pp=4, layers_per_stage=(0, 1, 1, 0), dropout=False)
-    first, last = c.program.classes[0].tasks, c.program.classes[-1].tasks
-    assert set(first.layer.tolist()) == set(last.layer.tolist()) == {-1}
-    (send, *_) = np.flatnonzero(first.kind == TaskKind.SEND)
-    assert [name(first, r) for r in reads(first, send)] == ["embedding.summed"]
-    (send, *_) = np.flatnonzero(last.kind == TaskKind.SEND)
-    (made,) = reads(last, send)
-    assert name(last, made).startswith("head.")
-    assert last.phase[made] == BACKWARD
-
-
 @pytest.mark.parametrize(
     ("pp", "who"),
     [(2, Communicator(("pp",))), (4, Communicator(("pp",), (0, 3)))],
@@ -325,36 +249,9 @@ def test_tied_embedding(pp: int, who: Communicator) -> None:
     assert not (alone.classes[0].tasks.kind == TaskKind.COLLECTIVE).any()
 
 
-def test_tags() -> None:
-    """Both ends of a message have one; no two messages of a step between two ranks share it."""
-    t = compiled(**LLAMA, pp=2, cp=2, vpp=2, global_batch_size=4).program.classes[0].tasks
-    sends = np.flatnonzero(t.kind == TaskKind.SEND)
-    pairs = {(int(t.slot[i]), int(t.tag[i])) for i in sends}
-    assert len(pairs) == len(sends)
-
-
 # ---- backward in halves --------------------------------------------------------------------------
 
 HALVES = {"pp": 4, "layers": 8, "schedule": "zb-h1", "global_batch_size": 8}
-
-
-def runs(t: Tasks) -> list[tuple[int, bool, int]]:
-    """(stage, forward?, microbatch) of neighbouring rows, once each."""
-    rows = np.flatnonzero(t.microbatch >= 0)
-    keys = np.stack([t.stage[rows], t.phase[rows] == FORWARD, t.microbatch[rows]], axis=1)
-    change = np.any(keys[1:] != keys[:-1], axis=1)
-    return [(int(s), bool(f), int(m)) for s, f, m in keys[np.concatenate([[True], change])]]
-
-
-@cases
-def test_halves_follow_the_schedule(settings: dict[str, Any]) -> None:
-    c = compiled(**LLAMA | settings)
-    for rank, steps in zip(c.program.classes, c.order, strict=True):
-        wanted: list[tuple[int, bool, int]] = []
-        for a in flat(steps):
-            key = (a.stage, a.kind == "F", a.microbatch)
-            wanted += [key] if wanted[-1:] != [key] else []
-        assert runs(rank.tasks) == wanted
 
 
 def content(t: Tasks) -> list[tuple[Any, ...]]:
@@ -506,21 +403,6 @@ def test_dualpipe_shards_state_over_its_replicas(zero: int) -> None:
             if zero >= first:
                 both = [plain.classes[r].memory[state] for r in (rank, 3 - rank)]
                 assert twice.classes[rank].memory[state] == sum(both)
-
-
-@pytest.mark.numerics
-def test_dualpipe_does_the_work_of_all_microbatches() -> None:
-    common = LLAMA | {"layers": 8, "pp": 4, "global_batch_size": 8, "clip_grad": False}
-    for model in ("llama3.1-8b", "mixtral-8x7b"):
-        one, two = (
-            compiled(**common | {"model": model, "schedule": s, "dp": 2, "global_batch_size": 16})
-            for s in ("1f1b", "dualpipe")
-        )
-        work = [
-            sum(int(r.tasks.flops[r.tasks.phase < OPTIMIZER].sum()) for r in c.program.classes)
-            for c in (one, two)
-        ]
-        assert work[0] == work[1]
 
 
 def test_overlapping_actions_take_turns() -> None:

@@ -60,38 +60,6 @@ def test_runs_share_graphs(run: dict[str, Any], changed: dict[str, Any]) -> None
     assert {*map(id, first.blocks.values())} == {*map(id, second.blocks.values())}
 
 
-@pytest.mark.parametrize("run", [LLAMA, MIXTRAL], ids=["dense", "experts"])
-@pytest.mark.parametrize(
-    "changed", [{}, {"pp": 4}, {"vpp": 2}, {"global_batch_size": 16}, {"clip_grad": True}], ids=str
-)
-def test_runs_share_blocks_with_numbers(
-    run: dict[str, Any], changed: dict[str, Any], lowered: Callable[..., list[LoweredBlock]]
-) -> None:
-    first, second = lowered(**run), lowered(**run | changed)
-    assert [*map(id, first)] == [*map(id, second)]
-
-
-@pytest.mark.parametrize("changed", [{"micro_batch_size": 2}, {"dp": 4}, {"tp": 4}], ids=str)
-def test_blocks_of_other_sizes_have_numbers_of_their_own(
-    changed: dict[str, Any], lowered: Callable[..., list[LoweredBlock]]
-) -> None:
-    first, second = lowered(**LLAMA), lowered(**LLAMA | changed)
-    assert {*map(id, first)}.isdisjoint(map(id, second))
-
-
-def test_a_degree_above_one_is_part_of_a_graph() -> None:
-    one, two = (compile(Run(**LLAMA | {"tp": tp})).graph_text() for tp in (1, 2))
-    assert one != two
-
-
-def test_the_dim_that_zero_splits_is_part_of_a_graph() -> None:
-    """7 ranks divide the width of Qwen2.5 0.5B, 896, and not that of its feed-forwards, 4864."""
-    run = {"model": "qwen2.5-0.5b", "seq_length": 512, "zero": 3}
-    two, four, seven = (compile(Run(**run, dp=dp)).blocks for dp in (2, 4, 7))
-    assert [*two.values()] == [*four.values()]
-    assert [*two.values()] != [*seven.values()]
-
-
 def similar(dice: random.Random, run: dict[str, Any]) -> dict[str, Any]:
     """Settings of a run of the same model that differ in few of them."""
     while (other := draw(dice))["model"] != run["model"]:

@@ -58,9 +58,7 @@ SHAPES = {
     "a": (6, 4), "b": (4, 10), "x": (3, 6, 4), "y": (3, 4, 10), "rows": (12, 4), "q": (2, 8, 16, 4),
     "k": (2, 2, 32, 4), "v": (2, 2, 32, 6), "image": (2, 4, 9, 9), "kernel": (8, 2, 3, 3),
 }  # fmt: skip
-COSTS: Any = table_of(
-    "test_traced_graph", "costs"
-)
+COSTS: Any = table_of("test_traced_graph", "costs")
 
 
 @pytest.mark.parametrize(("kind", "args", "shape", "flops"), COSTS)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import cases, times
+from helpers import times
 from stagewright.algebra.layout import MIRROR, Mesh
 from stagewright.check.program import Unsound, check_program
 from stagewright.errors import UserError
@@ -168,19 +168,6 @@ def test_a_folded_world_is_sound_if_and_only_if_the_whole_is(program: Program):
     small = fold(program)
     assert small.mesh.world_size <= program.mesh.world_size
     assert verdict(small) == verdict(program)
-
-
-@pytest.mark.numerics
-@cases
-def test_folded_runs(settings: dict[str, Any]):
-    toy = {"model": "gpt2", "layers": 4, "seq_length": 16, "vocab": 64}
-    program = compile(Run(**toy | settings)).program
-    small = fold(program)
-    assert small.mesh.size("tp") == min(2, program.mesh.size("tp"))
-    assert small.mesh.size("cp") == min(3, program.mesh.size("cp"))
-    assert small.mesh.size("pp") == program.mesh.size("pp")
-    assert small.mesh.world_size < program.mesh.world_size
-    assert check_program(small) == check_program(program)
 
 
 @pytest.mark.numerics

@@ -183,14 +183,6 @@ def test_files_and_page(tmp_path, step):
         sw.compare(out, sw.Run(**RUN), "h100-sxm", step=7)
 
 
-def test_segments_fill_the_step(step):
-    """Parts of a rank follow each other from the begin to the end of the step."""
-    for of in recorded_steps(simulated_traces(step, RANKS)):
-        ends = [of.begin, *(segment.end for segment in of.segments)]
-        assert [segment.begin for segment in of.segments] == ends[:-1]
-        assert ends[-1] == of.end
-
-
 def test_the_middle_step_is_taken():
     """Of several steps; a step begins where the GPU ends the one before."""
 

@@ -17,7 +17,6 @@ from stagewright.errors import UserError
 from stagewright.recorded import read
 from stagewright.recorded.rank import RankTrace
 from stagewright.recorded.read import is_trace, read_traces
-from stagewright.recorded.steps import window_notes
 
 pytestmark = pytest.mark.unit
 
@@ -81,13 +80,6 @@ def test_window_of_a_step(tmp_path: Path) -> None:
     assert [kernel.start for kernel in only(path, step=1).kernels] == [180_000, 240_000]
     with pytest.raises(UserError, match=r"no annotation 'ProfilerStep#7'; has ProfilerStep#0, Pr"):
         only(path, step=7)
-
-
-def test_kernels_without_a_call(tmp_path: Path) -> None:
-    step = product()
-    step.kernel("gemm", 1, 2, correlation=999)
-    (note,) = window_notes(only(step.write(tmp_path / "a.json")))
-    assert note.startswith("1 kernel was launched before the window")
 
 
 def test_negative_durations_are_counted(tmp_path: Path) -> None:

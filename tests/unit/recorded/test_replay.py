@@ -13,7 +13,6 @@ from helpers import cases
 from recorded_steps import OTHER_THREAD, Step
 from stagewright.errors import UserError
 from stagewright.recorded.link import link
-from stagewright.recorded.rank import RankTrace
 from stagewright.recorded.read import read_traces
 from stagewright.recorded.replay import execute
 from stagewright.run.sections.cluster import ClusterSection
@@ -175,20 +174,6 @@ def test_changes_are_checked(tmp_path: Path, change: dict[str, Any], message: st
     step.kernel(GEMM, 15, 100, launched=10)
     with pytest.raises(UserError, match=message):
         run(tmp_path, step, **change)
-
-
-def test_result_as_data(tmp_path: Path) -> None:
-    step = Step()
-    step.kernel(GEMM, 15, 100, launched=10)
-    result = run(tmp_path, step, link=2)
-    data = result.to_dict()
-    assert data["span"] == dict.fromkeys(("recorded", "replayed", "linked", "changed"), 1e-4)
-    assert data["change"] == "link x2"
-    assert result.write(tmp_path / "rows.csv") == [str(tmp_path / "rows.csv")]
-    assert (tmp_path / "rows.csv").read_text().count("\n") == 2
-    assert "span 100.00 us recorded, 100.00 us replayed" in str(result)
-    unknown: RankTrace = read_traces([tmp_path / "rank0.json"])[0]
-    assert unknown.span == 100_000
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2, "dp": 2}, {"pp": 2, "dp": 2, "global_batch_size": 8}])

@@ -189,11 +189,6 @@ def test_in_flight(p: int, m: int) -> None:
     assert in_flight(one_f_one_b(p, m)) == [{rank: min(p - rank, m)} for rank in range(p)]
 
 
-def test_in_flight_of_chunks_and_halves() -> None:
-    assert in_flight(interleaved(2, 4, 2)) == [{0: 4, 2: 2}, {1: 3, 3: 1}]
-    assert in_flight(order_of("0F0 0I0 0F1 0W0 0I1 0W1")) == [{0: 2}]
-
-
 def test_memory_of_the_zero_bubble_family() -> None:
     """As much alive as 1F1B's first rank, but on all ranks (arXiv 2401.10241, tables 1 and 4).
 
@@ -286,18 +281,6 @@ def test_dualpipe_equals_the_published_one(p: int, m: int) -> None:
     published = (PUBLISHED / f"deepseek-dualpipe-pp{p}-m{m}.csv").read_text()
     assert to_csv(dualpipe(p, m)) == published
     assert from_csv(published) == dualpipe(p, m)
-
-
-def test_make() -> None:
-    assert make("gpipe", 3, 2) == gpipe(3, 2)
-    assert make("1f1b", 3, 2) == one_f_one_b(3, 2)
-    assert make("interleaved", 2, 4, 3) == interleaved(2, 4, 3)
-    assert make("looped-bfs", 2, 3, 2) == looped_bfs(2, 3, 2)
-    assert make("zb-h1", 2, 4) == zb_h1(2, 4)
-    assert make("zb-h2", 2, 4) == zb_h2(2, 4)
-    assert make("zbv", 2, 4, 2) == zbv(2, 4)
-    assert make("v-half", 2, 4, 2) == v_half(2, 4)
-    assert make("v-min", 2, 4, 2) == v_min(2, 4)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 7), (3, 9), (4, 3), (5, 12), (8, 32)])
@@ -429,12 +412,6 @@ def test_every_group_that_megatron_takes_is_valid_and_as_fast() -> None:
                 assert makespan(order, 1, 2) == m * 3 * v + (p - 1) * 3
 
 
-@pytest.mark.numerics
-def test_large_orders() -> None:
-    order = interleaved(64, 256, 4)
-    assert makespan(order, 1, 2) == 256 * 3 * 4 + 63 * 3
-
-
 # ---- dependencies and time -----------------------------------------------------------------------
 
 
@@ -507,19 +484,7 @@ def test_needs() -> None:
     assert [words(a, {(2, 1)}) for a in ("1B1", "1B0", "1I0")] == ["1F1 2I1", "1F0 2B0", "1F0 2B0"]
 
 
-def test_empty_order() -> None:
-    assert play((), SLOTS) == {}
-    assert (text(()), to_csv(()), in_flight(()), bubble(())) == ("", "", [], 0)
-
-
 # ---- text forms ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", "FBIW")
-def test_actions_print_and_parse(kind: str) -> None:
-    action = Action(12, kind, 345)
-    assert f"{action}" == repr(action) == f"12{kind}345"
-    assert Action.parse(str(action)) == action
 
 
 def test_picture() -> None:
@@ -579,10 +544,6 @@ def test_errors_of_groups(name: str, group: int, message: str) -> None:
 
 
 ADVICE = "; correct the order, or change pp, vpp or the batch sizes"
-ONCE = (
-    "; wanted F and B, or F, I and W, once for each of 2 stages and 1 microbatches, both counted "
-    f"from 0{ADVICE}"
-)
 
 
 @cases

@@ -316,12 +316,6 @@ def test_estimates_of_paired_and_halved_passes_are_near_what_is_simulated():
     assert np.abs(ratio - 1).max() < 0.3, ratio
 
 
-def test_a_candidate_is_described_with_its_execution():
-    rows = candidates(overlap_param_gather=[True], no_overlap="dp", tp=1, zero=1)
-    words = "gpt2 dp=4 layers=2 micro_batch_size=8 seq_length=128 zero=1"
-    assert rows.describe(0) == f"{words} no_overlap=dp overlap_param_gather"
-
-
 def test_splits_that_put_the_same_layers_on_each_stage_are_one_candidate():
     ends = {"first_stage_less_layers": [0, 1], "last_stage_less_layers": [0, 1]}
     result = search_request(
@@ -339,10 +333,6 @@ def test_fronts_of_three_are_those_of_two_with_a_constant():
     values = draw.integers(0, 12, (60, 2)).astype(float)
     wide = np.concatenate([values, np.zeros((60, 1))], axis=1)
     assert (front(values) == front(wide)).all()
-
-
-def test_a_candidate_of_which_nothing_varies_is_as_given():
-    assert words(candidates(tp=1), 0) == "as given"
 
 
 @cases

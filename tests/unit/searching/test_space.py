@@ -97,11 +97,6 @@ def test_listed_dp_is_kept_to():
     ]
 
 
-def test_without_gpus_degrees_make_the_world():
-    result = space({"tp": (1, 2), "dp": (1, 4)}, gpus=None).enumerate()
-    assert result.candidates.world_size.tolist() == [1, 4, 2, 8]
-
-
 def test_constraints_look_at_many_batches_at_once():
     batches, sizes = tuple(range(1, 201)), tuple(range(1, 101))
     axes = {"global_batch_size": batches, "micro_batch_size": sizes}
@@ -272,13 +267,6 @@ def test_what_a_run_file_says_wrong_is_told_with_its_name(tmp_path: Path, text: 
     path.write_text(f"model: gpt2\nhardware: h100-sxm\n{text}\n")
     with pytest.raises(UserError, match=said):
         search_request({}, path, gpus=None if "gpus" in text else 4)
-
-
-def test_hardware_that_is_named_twice_is_tried_once():
-    of = search_request(
-        {"model": "gpt2", "tp": 1}, hardware=["h100-sxm", "h200", "h100-sxm"], gpus=8
-    )
-    assert [fleet.hardware.name for fleet in of.space.fleets] == ["h100-sxm", "h200"]
 
 
 def test_none_in_a_list_is_what_follows_where_nothing_is_given():

@@ -27,7 +27,6 @@ from stagewright.time.astra_sim import (
     Dimension,
     adapted,
     configuration_files,
-    script_of,
 )
 from stagewright.time.collectives import collective_seconds
 from stagewright.time.hardware import names, resolve
@@ -176,14 +175,6 @@ def test_names_of_others_run_nothing(name: str, tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
     assert not [*tmp_path.rglob("PWNED")]
-
-
-def test_a_machine_is_one_line_of_the_script() -> None:
-    hardware = resolve("h100-sxm")
-    hostile = hardware.model_copy(update={"name": "x\ntouch PWNED\n#\x1b[2J"})
-    script, plain = (script_of(Machine.of(h, gpus=2), 2) for h in (hostile, hardware))
-    assert len(script.split("\n")) == len(plain.split("\n"))
-    assert "\x1b" not in script
 
 
 def test_force_replaces_what_a_run_has_left(tmp_path: Path) -> None:

@@ -138,13 +138,6 @@ def test_an_allowance_counts_on_both_groups_of_a_disaggregated_step() -> None:
         assert other.fit.peak == one.fit.peak + 2 * 2**30
 
 
-def test_an_allowance_counts() -> None:
-    settings: dict[str, Any] = {"layers": 2, "seq_length": 512}
-    plain = sw.simulate("llama3-8b", "h100-sxm", **settings).fit
-    more = sw.simulate("llama3-8b", "h100-sxm", **settings, memory_allowance="2GiB").fit
-    assert more.peak == plain.peak + 2 * 2**30
-
-
 @pytest.mark.numerics
 def test_both_groups_of_a_disaggregated_step_are_compared() -> None:
     # Prefill on one GPU holds all weights, decode on eight an eighth of them.
@@ -175,20 +168,6 @@ def test_show_compares_with_the_memory_of_the_hardware(capsys: pytest.CaptureFix
 def _peak(layers: int) -> int:
     classes = sw.compile("llama3-8b", layers=layers).program.classes
     return max(of.memory["peak"] for of in classes)
-
-
-def test_the_memory_of_the_hardware_is_no_setting_of_the_run() -> None:
-    found = sw.simulate("llama3-8b", "h100-sxm", layers=2, mode="decode")
-    assert found.compiled.run.device_memory is None
-    assert found.compiled.device_memory == 80_000_000_000
-
-
-@pytest.mark.parametrize("requests", [8, 64])
-def test_simulate_says_how_many_requests_fit(
-    requests: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stagewright("simulate", *GPT_OSS, "--batch-size", str(requests))
-    assert "80 GB hold 47 such requests" in capsys.readouterr().out
 
 
 def test_the_advice_on_memory_of_inference_names_what_helps() -> None:

@@ -75,28 +75,11 @@ def test_those_of_experts_too_but_not_the_router() -> None:
     assert (seconds[sums] <= apart[sums]).all()
 
 
-def test_latents_are_made_into_keys_and_values_by_one_product() -> None:
-    _, t, seconds = timed(model="deepseek-v2-lite", tp=1)
-    _, _, apart = timed(model="deepseek-v2-lite", tp=1, joint_projections=False)
-    for names in (("k", "v"), ("latent", "k_shared")):
-        assert total(t, seconds, *names) < total(t, apart, *names)
-    assert total(t, seconds, "q") == total(t, apart, "q")
-
-
 @pytest.mark.parametrize("settings", [{"framework": "torchtitan"}, {"joint_projections": False}])
 def test_apart_each_is_its_own(settings: dict[str, Any]) -> None:
     _, t, seconds = timed(**settings)
     moved = 2 * (S * M + M * KV + S * KV)
     assert total(t, seconds, "v") == pytest.approx(product(S, KV, M, moved))
-
-
-def test_only_times_differ() -> None:
-    (one, a, joint), (two, b, apart) = (timed(joint_projections=x) for x in (True, False))
-    assert joint.sum() < apart.sum()
-    assert np.array_equal(a.flops, b.flops)
-    assert np.array_equal(a.traffic, b.traffic)
-    assert a.names == b.names
-    assert one.classes[0].memory == two.classes[0].memory
 
 
 def test_what_was_measured_stays() -> None:
@@ -111,16 +94,6 @@ def test_what_was_measured_stays() -> None:
     moved = 2 * (S * M + M * n + S * n)
     found = total(t, seconds, "q", "k")
     assert found == pytest.approx(product(S, n, M, moved))
-
-
-def test_inference_has_them_as_one() -> None:
-    settings = {"mode": "decode", "batch_size": 8, "seq_length": None}
-    _, t, joint = timed(**settings)
-    _, _, apart = timed(**settings, joint_projections=False)
-    names = np.array(t.names)[t.name]
-    for name in ("k", "v", "gate", "up"):
-        of = names == f"layer0.{name}"
-        assert (joint[of] < apart[of]).all()
 
 
 def test_a_linear_layer_of_pytorch_adds_its_bias_within_the_product() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
 from stagewright.time.simulate.step import simulate
 from stagewright.time.simulate.utilization import model_flops
-from trace_events import check
 
 SMALL = ("llama3-8b", "--layers", "2", "--seq-length", "512", "--hardware", "h100-sxm")
 
@@ -106,28 +103,6 @@ def test_inference_has_no_model_flops() -> None:
 
 
 # ---- the command ---------------------------------------------------------------------------------
-
-
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert stagewright("simulate", *SMALL, "--tp", "2", "--pp", "2", "--nodes", "1", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["world_size"] == 8
-    assert "dp=2" in found["run"]
-    assert [len(lane["ranks"]) for lane in found["lanes"]] == [4, 4]
-    mean = found["mean"]
-    total = sum(mean["kernels"].values()) + sum(mean["exposed"].values()) + mean["bubble"]
-    total += mean["launches"]
-    assert total == pytest.approx(found["step_seconds"])
-    assert sum(found["critical_path"].values()) == pytest.approx(found["step_seconds"])
-
-
-def test_text_and_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    assert stagewright("simulate", *SMALL, "--dp", "2", "--perfetto", str(out)) == 0
-    text = capsys.readouterr().out
-    for word in ("2 x h100-sxm", "MFU", "mean of 2", "dp exposed", "bubble", "critical path"):
-        assert word in text
-    check(json.loads(out.read_text()))
 
 
 @cases

@@ -11,7 +11,6 @@ import pytest
 
 import stagewright as sw
 from helpers import cases
-from stagewright.cli.main import main
 from stagewright.program.columns import Program, TaskKind
 from stagewright.time.collectives import message_seconds
 from stagewright.time.durations import task_seconds
@@ -108,11 +107,6 @@ def test_a_drained_step_is_that_of_the_program_alone() -> None:
     assert not found.timeline.steady
 
 
-@pytest.mark.parametrize("mode", ["prefill", "train"])
-def test_other_modes_are_drained(mode: str) -> None:
-    assert not sw.simulate("gpt2", "h100-sxm", mode=mode, pp=2).timeline.steady
-
-
 def test_ranks_with_other_requests_and_a_straggler() -> None:
     requests = [{"count": 5, "context_length": 512}, {"count": 2, "context_length": 8000}]
     settings: dict[str, Any] = {"mode": "decode", "dp": 2, "pp": 2, "tp": 2, "requests": requests}
@@ -135,16 +129,3 @@ def test_perfetto_shows_one_step(tmp_path: Path) -> None:
     tasks = sum(len(of.tasks) for of in found.compiled.program.classes)
     assert tasks <= len(slices) <= 1.1 * tasks
     assert max(e["ts"] + e["dur"] for e in slices) == pytest.approx(1e6 * found.seconds, rel=1e-3)
-
-
-def test_the_command_line_has_both(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["simulate", "llama3-8b", "--mode", "decode", "--pp", "2", "--layers", "4"]
-    steps: list[float] = []
-    for more in ([], ["--pipeline-drain"]):
-        with pytest.raises(SystemExit):
-            main([*command, "--hardware", "h100-sxm", "--json", *more])
-        found = json.loads(capsys.readouterr().out)
-        assert found["execution"]["pipeline_drain"] is bool(more)
-        steps.append(found["step_seconds"])
-        assert np.isclose(sum(found["critical_path"].values()), steps[-1])
-    assert steps[0] < steps[1]

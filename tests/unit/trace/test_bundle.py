@@ -91,23 +91,6 @@ def test_same_program_same_bytes(tmp_path: Path, made: Path):
     assert (tmp_path / "again").read_bytes() == made.read_bytes()
 
 
-def test_command_line(tmp_path: Path, made: Path):
-    toy = ["llama3-8b", "--layers", 4, "--seq-length", 64, "--vocab", 128]
-    degrees = ["--tp", 2, "--dp", 4, "--pp", 2]
-    done = call("generate", *toy, *degrees, "--format", "bundle", "-o", tmp_path / "b")
-    assert done.exit_code == 0, done.output
-    assert "16 of 16 ranks" in done.output
-    assert (tmp_path / "b").read_bytes() == made.read_bytes()
-    assert call("expand", made, "--ranks", "0-2,15", "-o", tmp_path / "out").exit_code == 0
-    assert (
-        call("generate", *toy, *degrees, "--ranks", "0-2,15", "-o", tmp_path / "g").exit_code == 0
-    )
-    assert contents(tmp_path / "out") == contents(tmp_path / "g")
-    repeated = call("generate", "--config", made, "--format", "bundle", "-o", tmp_path / "c")
-    assert repeated.exit_code == 0
-    assert (tmp_path / "c").read_bytes() == made.read_bytes()
-
-
 def test_nodes_of_a_rank(made: Path):
     source, run = sw.Bundle(made), compiled(tp=2, dp=4, pp=2)
     for rank in (0, 9, 15):
@@ -142,14 +125,6 @@ def test_other_tools_open_it(made: Path):
 
 
 # ---- what reads it -------------------------------------------------------------------------------
-
-
-def test_verify(made: Path):
-    report = verify(made)
-    assert (report.findings, report.skipped) == ([], [])
-    assert (report.ranks, report.world_size, report.kinds) == (16, 16, 2)
-    assert "made again from the manifest's run" in report.checks
-    assert "sound" in call("verify", made).output
 
 
 @pytest.mark.numerics

@@ -229,59 +229,6 @@ def test_every_rank_of_a_big_mesh_in_few_batches():
                 assert bytes(one) == bytes(other) == plainly_encoded(program, rank)
 
 
-def test_attributes_have_the_types_that_readers_expect(tmp_path: Path):
-    path = tmp_path / "workload.1.et"
-    path.write_bytes(chakra.encode(example_program(), 1, PROVENANCE))
-    header, nodes = read_messages(path)
-    assert header.version == "1.0.0"
-    assert et_def.values(header) == {
-        "generator": ("string_val", "test"),
-        "world_size": ("int64_val", 4),
-        "pipeline_rank": ("int64_val", 0),
-    }
-    found = [(node.type, et_def.values(node)) for node in nodes]
-    assert [kind for kind, _ in found] == [4, 7, 5, 6, 4]
-    common = {"is_cpu_op": ("bool_val", False), "op": ("string_val", "einsum")}
-    forward = {"phase": ("string_val", "forward"), **common}
-    group = str(example_program().group_of(0)[1])
-    assert [values for _, values in found] == [
-        {
-            "num_ops": ("int64_val", 300),
-            "tensor_size": ("uint64_val", 7),
-            "layer": ("int32_val", 0),
-            "microbatch": ("int32_val", 200),
-            **forward,
-        },
-        {
-            "comm_type": ("int64_val", 2),
-            "comm_size": ("int64_val", 1000),
-            "pg_name": ("string_val", group),
-            **forward,
-        },
-        {
-            "comm_src": ("int32_val", 1),
-            "comm_dst": ("int32_val", 3),
-            "comm_tag": ("int32_val", 5),
-            "comm_size": ("int64_val", 64),
-            **forward,
-        },
-        {
-            "comm_src": ("int32_val", 3),
-            "comm_dst": ("int32_val", 1),
-            "comm_tag": ("int32_val", 6),
-            "comm_size": ("int64_val", 64),
-            "phase": ("string_val", "backward"),
-            **common,
-        },
-        {
-            "num_ops": ("int64_val", 1),
-            "tensor_size": ("uint64_val", 1),
-            "phase": ("string_val", "optimizer"),
-            **common,
-        },
-    ]
-
-
 def test_dependencies_for_old_and_new_feeders(tmp_path: Path):
     path = tmp_path / "workload.0.et"
     path.write_bytes(chakra.encode(example_program(), 0, PROVENANCE))
