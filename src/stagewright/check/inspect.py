@@ -57,14 +57,10 @@ def nodes(path: Path | str, first: int = 0, last: int | None = None) -> Iterator
         if node.duration_micros:
             entry["duration_micros"] = node.duration_micros
         entry["attributes"] = {
-            name: {"type": kind, "value": _value(value)}
+            name: {"type": kind, "value": json_value(value)}
             for name, (kind, value) in et_def.values(node).items()
         }
         yield entry
-
-
-def _value(value: Any) -> Any:
-    return [json_value(item) for item in value] if isinstance(value, list) else json_value(value)  # pyright: ignore
 
 
 def print_profile(result: Profile, console: Console) -> None:

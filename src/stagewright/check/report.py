@@ -34,11 +34,6 @@ class Findings:
     def __contains__(self, code: str) -> bool:
         return code in self._kinds
 
-    @property
-    def errors(self) -> bool:
-        """True if any is an error."""
-        return any(finding.level == "error" for finding in self)
-
     def error(self, code: str, message: str, nodes: int = 1) -> None:
         """Add an error: no reader can run the trace."""
         self.add(Finding("error", code, message, self.rank, nodes))
@@ -54,10 +49,6 @@ class Findings:
             nodes, ranks = earlier.nodes + finding.nodes, earlier.ranks + finding.ranks
             finding = earlier._replace(nodes=nodes, ranks=ranks)
         self._kinds[finding.code] = finding
-
-    def take(self, code: str) -> Finding | None:
-        """Remove and return the finding of a kind, if there is one."""
-        return self._kinds.pop(code, None)
 
     def update(self, findings: Iterable[Finding]) -> None:
         """Add several findings."""

@@ -12,7 +12,6 @@ is what this version makes of the run in the manifest.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,13 +24,12 @@ from stagewright.arrays import Int
 from stagewright.check.files.groups import check_ids, default_groups, read_groups
 from stagewright.check.files.hang import explain
 from stagewright.check.files.matching import ALL, check_world
-from stagewright.check.files.traces import TraceClass, TraceFiles, find, parts_of, read
+from stagewright.check.files.traces import TraceClass, TraceFiles, digest_of, find, parts_of, read
 from stagewright.check.files.world import Match, World, WorldPart, runs_in_order
 from stagewright.check.program import Unsound, check_program
 from stagewright.check.regenerate import changed_file, difference, program_of
 from stagewright.check.report import Finding, Findings, Report
 from stagewright.errors import UserError
-from stagewright.files import open_regular
 from stagewright.program.columns import Program, TaskKind
 from stagewright.trace.formats.archive import is_bundle
 from stagewright.trace.formats.bundle import Bundle
@@ -150,7 +148,7 @@ class _TraceCheck:
         entries = cast("dict[str, Any]", listed)
         digests = {name: digest for of in self.classes for name, digest in of.digests.items()}
         if GROUPS in entries:
-            digests |= _digests(files.folder / GROUPS)
+            digests |= digest_of(files.folder / GROUPS)
         wrong: list[str] = []
         for name, entry in entries.items():
             wanted = cast("dict[str, Any]", entry).get("sha256") if isinstance(entry, dict) else ""
@@ -230,14 +228,6 @@ class _TraceCheck:
         if not Path(comm_group).exists():
             raise UserError(f"{comm_group}: no such file")
         return read_groups(Path(comm_group), size, self.findings)
-
-
-def _digests(path: Path) -> dict[str, str]:
-    try:
-        with open_regular(path) as file:
-            return {path.name: hashlib.file_digest(file, "sha256").hexdigest()}
-    except OSError:
-        return {}
 
 
 def _names_groups(part: WorldPart) -> bool:

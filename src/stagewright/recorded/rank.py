@@ -200,8 +200,3 @@ class RankTrace:
     def end(self) -> int:
         """End of the last kernel."""
         return max(kernel.end for kernel in self.kernels)
-
-    @property
-    def span(self) -> int:
-        """Nanoseconds from the start of the first kernel to the end of the last."""
-        return self.end - self.start

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -96,7 +96,9 @@ def profile(path: Path, group_sizes: Mapping[int, int]) -> Profile:
 
 
 def json_value(value: Any) -> Any:
-    """A value as JSON can hold it."""
+    """A value, or a list of values, as JSON can hold it."""
+    if isinstance(value, list):
+        return [json_value(item) for item in cast("list[object]", value)]
     return value.hex() if isinstance(value, bytes) else value
 
 

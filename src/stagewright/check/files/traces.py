@@ -160,7 +160,7 @@ def check_files(task: ReadTask) -> list[TraceClass]:
     room = MOST_COMPARED  # for further templates
     for rank, path in task.files:
         data = _bytes(path) if compare or task.digests else None
-        digest = _digest(path, data) if task.digests and data is not None else {}
+        digest = digest_of(path, data) if task.digests and data is not None else {}
         for traces, stamp in classes:
             values = None if stamp is None or data is None else stamp.values(data, rank)
             if values is not None:
@@ -172,7 +172,7 @@ def check_files(task: ReadTask) -> list[TraceClass]:
         else:
             first = check_trace(path, rank)
             if task.digests and data is None and first.exchange is not None:
-                digest = _digest(path, data)  # of a sound file: a damaged one may have terabytes
+                digest = digest_of(path, data)  # of a sound file: a damaged one may have terabytes
             stamp = None
             if data is not None and len(data) <= room:
                 stamp = _TraceTemplate.of(first, data)
@@ -193,7 +193,8 @@ def _bytes(path: Path) -> Bytes | None:
         return None
 
 
-def _digest(path: Path, data: Bytes | None) -> dict[str, str]:
+def digest_of(path: Path, data: Bytes | None = None) -> dict[str, str]:
+    """The SHA-256 of a file by its name; none if it cannot be read. `data`: its content."""
     if data is not None:
         return {path.name: hashlib.sha256(data.data).hexdigest()}
     try:
