@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -161,6 +162,7 @@ def simulated_traces(step: SimulatedStep, ranks: Iterable[int]) -> list[RankTrac
     traces: list[RankTrace] = []
     for rank in ranks:
         lane = line.lanes[int(line.lane_map.of_rank[rank])]
-        header, events = kineto.trace_of(line, lane, hardware, rank)
-        traces.append(describe_kernels(TraceEvents.of("simulated", header, events).trace()))
+        head, events = kineto.head_and_events(line, lane, hardware, rank)
+        read = TraceEvents.of("simulated", head, map(json.loads, events))
+        traces.append(describe_kernels(read.trace()))
     return as_ranks(traces)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,13 +35,13 @@ from stagewright.program.columns import (
     SEND,
     STORE,
     Program,
-    Tasks,
     intersect,
 )
 from stagewright.program.shapes import GEMM
 from stagewright.time.fused_gemms import gemms_of, joint_rows
 from stagewright.time.hardware import Hardware
 from stagewright.time.roofline import timing_of
+from stagewright.time.simulate.launches import HostWork
 from stagewright.time.simulate.timeline import Lane, Timeline
 from stagewright.trace.formats.json import TextBatch
 from stagewright.trace.templates import Format
@@ -100,19 +100,11 @@ def compressed(line: Timeline, lane: Lane, hardware: Hardware, rank: int) -> byt
 
 def trace(line: Timeline, lane: Lane, hardware: Hardware, rank: int) -> str:
     """The trace of a rank as JSON with an event a line."""
-    head, events = _parts_of_trace(line, lane, hardware, rank)
+    head, events = head_and_events(line, lane, hardware, rank)
     return json.dumps(head)[:-1] + ',"traceEvents":[\n' + ",\n".join(events) + "\n]}\n"
 
 
-def trace_of(
-    line: Timeline, lane: Lane, hardware: Hardware, rank: int
-) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
-    """The trace of a rank as a reader of its JSON gets it: header and events."""
-    head, events = _parts_of_trace(line, lane, hardware, rank)
-    return head, map(json.loads, events)
-
-
-def _parts_of_trace(
+def head_and_events(
     line: Timeline, lane: Lane, hardware: Hardware, rank: int
 ) -> tuple[dict[str, Any], Iterator[str]]:
     """Header of the trace of a rank, and its events as JSON."""
@@ -203,19 +195,21 @@ def _events(line: Timeline, lane: Lane, groups: _Groups, device: int) -> Iterato
         ph="X", cat="user_annotation", name="ProfilerStep#0", pid=host, tid=host, ts=0,
         dur=float(nanoseconds(np.array(line.ticks))) / 1000, args={"External id": 0},
     )  # fmt: skip
-    times, runs = _times(line, lane, tid), _runs(line, lane)
+    products, costs = [*_parts(lane)], _host_work(line, lane)
+    times = _times(lane, tid, products, costs)
+    # A task that takes no time, or is a further part of a product, is part of another kernel.
+    runs = (lane.end > lane.begin) | (lane.kind != COMPUTE)
+    for parts in products:
+        runs[parts[1:]] = False
     calls = times.launched - times.launch > _APART
     joined = (lane.end > lane.begin) & ~runs
     of_other_step = line.steady & (times.end == times.begin) & ~joined
     awaited = _awaited(lane, tid, of_other_step)
     recorded = {dep for deps in awaited.values() for dep in deps}
-    operators = _KernelEvents(lane.rank_class.work.actions.tasks, lane, groups)
+    operators = _KernelEvents(lane, groups, products)
     number = len(lane.issue)
     records: dict[int, int] = {}
-    waits = np.zeros(len(lane.issue), bool)
-    if line.hosts is not None:
-        of_class = next(i for i, c in enumerate(line.program.classes) if c is lane.rank_class)
-        waits = line.hosts[of_class].waits[lane.row]
+    waits = np.zeros(len(lane.issue), bool) if costs is None else costs.waits[lane.row]
     for i in range(len(lane.issue)):
         launch, launched, begin, end = (int(column[i]) for column in times)
         if of_other_step[i]:
@@ -283,13 +277,19 @@ def _host_call(name: str, thread: str, begin: int, end: int, correlation: int) -
 # ---- times ---------------------------------------------------------------------------------------
 
 
-def _times(line: Timeline, lane: Lane, tid: Int) -> _Times:
+def _host_work(line: Timeline, lane: Lane) -> HostWork | None:
+    """What the host does for the tasks of a lane; None: launches were not simulated."""
+    classes = enumerate(line.program.classes)
+    of_class = next(i for i, c in classes if c is lane.rank_class)
+    return None if line.hosts is None else line.hosts[of_class]
+
+
+def _times(lane: Lane, tid: Int, products: Sequence[Int], costs: HostWork | None) -> _Times:
     """Times of a lane: collectives from when the rank is ready, receives once they are posted."""
     lane_launch = launched = nanoseconds(lane.launched)
     cost = np.zeros_like(launched)
-    if line.hosts is not None:
-        of_class = next(i for i, c in enumerate(line.program.classes) if c is lane.rank_class)
-        cost = np.rint(line.hosts[of_class].seconds[lane.row] * 1e9).astype(np.int64)
+    if costs is not None:
+        cost = np.rint(costs.seconds[lane.row] * 1e9).astype(np.int64)
     begin, end = nanoseconds(lane.begin), nanoseconds(lane.end)
     waiting = (lane.kind == COLLECTIVE) | (lane.kind == RECV)
     begin = np.where(waiting, nanoseconds(lane.ready), begin)
@@ -297,7 +297,7 @@ def _times(line: Timeline, lane: Lane, tid: Int) -> _Times:
         posted = np.flatnonzero((tid == stream) & (lane.kind == RECV))
         begin[posted[1:]] = np.maximum(begin[posted[1:]], end[posted[:-1]])
         end[posted] = np.maximum(end[posted], begin[posted])
-    _join_products(lane, begin, end)
+    _join_products(lane, products, begin, end)
     # Tasks that are launched together are launched one after the other.
     position = np.arange(len(launched))
     together = np.searchsorted(launched, launched, side="right") - position - 1
@@ -341,10 +341,10 @@ def _parts(lane: Lane) -> Iterator[Int]:
             yield kernels[first : last + 1][np.isin(np.arange(first, last + 1), parts)]
 
 
-def _join_products(lane: Lane, begin: Int, end: Int) -> None:
+def _join_products(lane: Lane, products: Sequence[Int], begin: Int, end: Int) -> None:
     """Let each product run at once; kernels between its parts run after it."""
     kernels = np.flatnonzero(lane.is_kernel)
-    for parts in _parts(lane):
+    for parts in products:
         duration = int((end[parts] - begin[parts]).sum())
         first, last = np.searchsorted(kernels, parts[[0, -1]])
         until = begin[parts[0]] + duration
@@ -356,14 +356,6 @@ def _join_products(lane: Lane, begin: Int, end: Int) -> None:
                 length = end[i] - begin[i]
                 begin[i] = max(begin[i], until)
                 until = end[i] = begin[i] + length
-
-
-def _runs(line: Timeline, lane: Lane) -> Bool:
-    """By issue index, whether a task is a kernel: one that takes no time is part of another."""
-    runs = (lane.end > lane.begin) | (lane.kind != COMPUTE)
-    for parts in _parts(lane):
-        runs[parts[1:]] = False
-    return runs
 
 
 def _awaited(lane: Lane, tid: Int, of_other_step: Bool) -> dict[int, list[int]]:
@@ -383,13 +375,13 @@ def _awaited(lane: Lane, tid: Int, of_other_step: Bool) -> dict[int, list[int]]:
 class _KernelEvents:
     """Operators of a lane's tasks."""
 
-    def __init__(self, tasks: Tasks, lane: Lane, groups: _Groups) -> None:
-        self.tasks, self.lane, self.groups = tasks, lane, groups
+    def __init__(self, lane: Lane, groups: _Groups, products: Sequence[Int]) -> None:
+        self.tasks = lane.rank_class.work.actions.tasks
+        self.lane, self.groups = lane, groups
         self._products: dict[int, tuple[int, ...]] = {}
-        joined = [int(lane.row[i]) for parts in _parts(lane) for i in parts[:1]]
-        rows = np.array(sorted({*joined}), np.int64)
+        rows = np.array(sorted({int(lane.row[parts[0]]) for parts in products}), np.int64)
         if len(rows):
-            fused = gemms_of(tasks, rows)
+            fused = gemms_of(self.tasks, rows)
             sizes = zip(*(fused[x].astype(int).tolist() for x in range(4)), strict=True)
             self._products = dict(zip(rows.tolist(), sizes, strict=True))
         self._cache: dict[int, _KernelEvent] = {}
