@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
@@ -104,3 +105,8 @@ def plural(number: int, singular: str, several: str) -> str:
     ('1 rank', '2,048 ranks')
     """
     return f"{number:,} {singular if number == 1 else several}"
+
+
+def finite(value: float | None) -> float | None:
+    """A figure that tables and JSON can show; None: there is none (NaN), or it has no bound."""
+    return value if value is not None and math.isfinite(value) else None

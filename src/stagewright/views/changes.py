@@ -14,7 +14,7 @@ import numpy as np
 
 from stagewright.launch.reading import LaunchFile
 from stagewright.model.config import ModelConfig
-from stagewright.numbers import plural, side_by_side
+from stagewright.numbers import finite, plural, side_by_side
 from stagewright.program.columns import TaskKind
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.declare import DEGREES, text_of
@@ -183,7 +183,7 @@ def of_servers(
     """Figures of two servers under their loads."""
 
     def of(name: str, unit: str, figure: Callable[[ServingSummary], float | None]) -> ChangedFigure:
-        return ChangedFigure.of(name, unit, (_finite(figure(summary)) for summary in summaries))
+        return ChangedFigure.of(name, unit, (finite(figure(summary)) for summary in summaries))
 
     rows = [
         of("GPUs", "count", lambda s: s.gpus),
@@ -215,12 +215,8 @@ def _spread(
 ) -> ChangedFigure:
     spreads: list[Spread] = [getattr(summary, name) for summary in summaries]
     return ChangedFigure.of(
-        f"{title}, {figure}", "s", (_finite(getattr(of, figure)) for of in spreads)
+        f"{title}, {figure}", "s", (finite(getattr(of, figure)) for of in spreads)
     )
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is None or np.isfinite(value) else None
 
 
 def _says(figure: ChangedFigure) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from stagewright.arrays import Bool, Int
 from stagewright.errors import either
-from stagewright.numbers import duration, plural, quantity, side_by_side
+from stagewright.numbers import duration, finite, plural, quantity, side_by_side
 from stagewright.program.fit import NEARLY_FULL, RESERVED_SHARE
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.declare import setting_in_words, text_of
@@ -215,7 +214,7 @@ def best(ranking: Ranking) -> Table:
 def _of_job(ranking: Ranking, indices: Int, name: str) -> list[float | None]:
     """Values of the objective `days` or `cost`, in the unit of `_scale`; None: unknown."""
     values = objectives.OBJECTIVES[name](ranking.figures.take(indices)) * _scale(ranking, name)
-    return [None if math.isnan(value) else value for value in values.tolist()]
+    return [*map(finite, values.tolist())]
 
 
 def _scale(ranking: Ranking, name: str) -> float:

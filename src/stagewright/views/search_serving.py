@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
-from stagewright.numbers import plural
+from stagewright.numbers import finite, plural
 from stagewright.run.sections import SETTINGS
 from stagewright.run.sections.declare import setting_in_words
 from stagewright.run.sections.serving import EngineSection
@@ -202,19 +202,19 @@ def table_of_choices(
             ("instances", None, decode, not ranking.closed and not pairs),
             ("GPUs", "count", [load.gpus for load in loads], True),
             ("hardware", None, [_hardware(ranking, choice) for choice in choices], several_systems),
-            ("USD/h", "figure", _finite(c.usd_per_hour for c in choices), priced),
+            ("USD/h", "figure", [finite(c.usd_per_hour) for c in choices], priced),
             (
                 "USD per Mtoken",
                 "figure",
-                _finite(c.usd_per_million for c in choices),
+                [finite(c.usd_per_million) for c in choices],
                 priced and full,
             ),
             ("keep limits", "share", [load.good for load in loads], True),
-            ("TTFT p50", "s", _finite(load.summary.ttft.p50 for load in loads), not brief),
-            ("TTFT p99", "s", _finite(load.summary.ttft.p99 for load in loads), True),
-            ("TPOT p50", "s", _finite(load.summary.tpot.p50 for load in loads), True),
-            ("tokens/s per GPU", "figure", _finite(load.per_gpu for load in loads), full),
-            ("tokens/s per user", "figure", _finite(load.user_rate for load in loads), True),
+            ("TTFT p50", "s", [finite(load.summary.ttft.p50) for load in loads], not brief),
+            ("TTFT p99", "s", [finite(load.summary.ttft.p99) for load in loads], True),
+            ("TPOT p50", "s", [finite(load.summary.tpot.p50) for load in loads], True),
+            ("tokens/s per GPU", "figure", [finite(load.per_gpu) for load in loads], full),
+            ("tokens/s per user", "figure", [finite(load.user_rate) for load in loads], True),
         ],
     )
 
@@ -227,10 +227,6 @@ def _instances(ranking: ServingRanking, choice: ServingChoice, group: int, row: 
 def _hardware(ranking: ServingRanking, choice: ServingChoice) -> str:
     names = (ranking.rows.hardware(layout).name for layout in choice.layouts)
     return " + ".join(dict.fromkeys(names))
-
-
-def _finite(values: Iterable[float]) -> list[float | None]:
-    return [None if math.isnan(value) else value for value in values]
 
 
 def tables_of_best(ranking: ServingRanking, most: int | None = None) -> list[Table]:

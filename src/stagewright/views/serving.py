@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from stagewright.numbers import duration, plural, quantity
+from stagewright.numbers import duration, finite, plural, quantity
 from stagewright.serving.compare_log import ComparedFigure
 from stagewright.serving.deployment import InstanceGroup, ServedRun
 from stagewright.serving.disaggregation import RemoteKvEngine
@@ -66,7 +66,7 @@ _COMPARED = {"measured": "s", "predicted": "s", "error": "error"}
 
 def _compared(figure: ComparedFigure) -> tuple[float, float, float | None]:
     """Measured, predicted, error; no error where nothing was measured."""
-    return figure.measured, figure.predicted, None if math.isnan(figure.error) else figure.error
+    return figure.measured, figure.predicted, finite(figure.error)
 
 
 def per_engine(served: ServedRun) -> Table:
@@ -108,17 +108,13 @@ def per_class(summary: ServingSummary) -> Table:
             of_class.requests,
             of_class.done,
             of_class.good,
-            *(_finite(getattr(getattr(of_class, time), figure)) for time, figure in times),
+            *(finite(getattr(getattr(of_class, time), figure)) for time, figure in times),
         )
         for name, of_class in summary.classes.items()
     ]
     units = {"requests": "", "done": "", "keep limits": "share"}
     units |= {f"{time.upper()} {name}": "s" for time, name in times}
     return Table.of_rows("Classes", ("class", *units), rows, units)
-
-
-def _finite(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 def requests(served: ServedRun, slo: Slo) -> Table:
@@ -140,7 +136,7 @@ def requests(served: ServedRun, slo: Slo) -> Table:
         "preempted": chosen(records.preempted),
         "queue": times.queue.tolist(),
         "ttft": times.ttft.tolist(),
-        "tpot": [*map(_finite, times.tpot.tolist())],
+        "tpot": [*map(finite, times.tpot.tolist())],
         "e2e": times.e2e.tolist(),
         "good": (~times.missed(RequestLimits.of(work, slo)).any_limit).tolist(),
         "measured": served.summary.window.measures(times.arrival).tolist(),
