@@ -57,6 +57,8 @@ def parameters(**settings: Any) -> int:
         ({"precision": "fp32", "optimizer": "sgd"}, (4, 4, 4)),
         # ZeRO, arXiv 1910.02054, figure 1, with the gradients in fp32.
         ({"dp": 4, "zero": 1}, (2, 4, 12 / 4)),
+        # Megatron-LM's --grad-reduce-in-bf16: `main_grad` has the type that is reduced.
+        ({"dp": 4, "zero": 1, "grad_reduce_dtype": "bf16"}, (2, 2, 12 / 4)),
         ({"dp": 4, "zero": 2}, (2, 4 / 4, 12 / 4)),
         ({"dp": 4, "zero": 3}, (2 / 4, 4 / 4, 12 / 4)),
         ({"dp": 4, "cp": 2, "zero": 3}, (2 / 8, 4 / 8, 12 / 8)),  # over context parallelism too

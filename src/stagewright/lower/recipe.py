@@ -71,10 +71,12 @@ def recipe_of(run: Run, model: ModelConfig) -> model_blocks.Recipe:
 def _precision(run: Run) -> model_blocks.Precision:
     """Number formats of a run."""
     moments = {"exp_avg": run.exp_avg_dtype, "exp_avg_sq": run.exp_avg_sq_dtype}
+    default = model_blocks.PRECISIONS[run.precision]
     precision = replace(
-        model_blocks.PRECISIONS[run.precision],
+        default,
         attention="fp8" if run.fp8_dot_product_attention else "",
         reduce=run.grad_reduce_dtype or "",
+        gradient=(run.grad_reduce_dtype if run.zero < 2 else None) or default.gradient,
         moments=tuple((name, dtype) for name, dtype in moments.items() if dtype),
     )
     if run.precision == "fp8" and run.fp8_recipe:

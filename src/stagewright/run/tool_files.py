@@ -315,6 +315,8 @@ def _sharding(trained: TrainedRun) -> Lines:
         yield flag("num-distributed-optimizer-instances", copies)
     if run.zero > 1 and run.grad_reduce_dtype:
         yield flag("megatron-fsdp-grad-comm-dtype", run.grad_reduce_dtype)
+    elif run.grad_reduce_dtype == "bf16":
+        yield flag("grad-reduce-in-bf16")
 
 
 @MEGATRON.rule(

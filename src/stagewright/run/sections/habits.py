@@ -40,12 +40,12 @@ class HabitSection:
     master copy (Megatron-LM's mixed precision)."""
     grad_reduce_dtype: Literal["bf16", "fp32"] | None = of_training(
         None,
-        "Data type in which gradients are reduced in each microbatch.",
+        "Data type in which gradients are reduced; below ZeRO-2, microbatches are added up in it.",
         unset="as held",
         elsewhere=_NO_GRADIENTS,
-        needs={"zero": (2, 3)},
     )
-    """`reduce_dtype` of FSDP2's MixedPrecisionPolicy."""
+    """`reduce_dtype` of FSDP2's MixedPrecisionPolicy; Megatron-LM's `--grad-reduce-in-bf16`, whose
+    buffers of gradients (`main_grad`) have the type in which they are reduced."""
     operators: Literal["fused", "eager"] = of_training(
         "fused",
         "RMSNorm, gated activation and loss: fused kernels, or PyTorch's chains of operators.",
