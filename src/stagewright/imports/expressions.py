@@ -18,8 +18,6 @@ class CallSpec(NamedTuple):
     text: str
     letters: Mapping[str, Axis]
     """Letters of the result that no operand shows."""
-    order: tuple[Axis, ...]
-    """Axes of the result in memory order."""
     plain: bool
     """True if all operands and the result have the same axes, all of which may be split."""
 
@@ -174,8 +172,7 @@ def spec_of(layouts: Layouts, call: OpCall, names: Mapping[Axis, str]) -> CallSp
         letters.add_units(places)
     inputs = [letters.term(places, call.unsplit) for places in terms]
     out = letters.term(result, call.unsplit)
-    order = tuple(leaf for _, leaf in result)
-    layouts.order[call.name] = order
+    layouts.order[call.name] = tuple(leaf for _, leaf in result)
     input_letters = {x.lower() for term in inputs for x in term}
     new_letters = {
         x: axis
@@ -183,4 +180,4 @@ def spec_of(layouts: Layouts, call: OpCall, names: Mapping[Axis, str]) -> CallSp
         if x in out.lower() and x not in input_letters
     }
     plain = all(term == out for term in inputs) and out.islower()
-    return CallSpec(f"{','.join(inputs)}->{out}", new_letters, order, plain)
+    return CallSpec(f"{','.join(inputs)}->{out}", new_letters, plain)

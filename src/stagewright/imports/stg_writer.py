@@ -6,7 +6,7 @@ import keyword
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from stagewright.algebra.size import Size, product, size
@@ -35,7 +35,22 @@ class ModelText:
         self.recording = recording
         self.notes: list[str] = []
         self.kinds = self._kinds()
+        self.leaves = {n: c for n, c in calls.items() if c.op in LEAVES}
         self.bodies = self._bodies()
+        statements = [call for body in self.bodies.values() for call in body]
+        self.layouts = Layouts(axes, axes.separate_axes(statements))
+        self.placement = PlacementRules(axes, statements, self.leaves)
+        self.shared = self._shared()
+        dtypes = Counter(leaf.dtype for leaf in self.leaves.values() if leaf.op == "param")
+        self.dtype = dtypes.most_common(1)[0][0] if dtypes else ""
+        """The data type of most parameters, which stands for that of the run."""
+        self.sizes: dict[Axis, str] = {}
+        """Names of units as sizes of the model."""
+        self.fields: dict[str, Any] = {}
+        self.names: dict[str, str] = {}
+        """Names of values and parameters that modules share."""
+        self._order_parameters(statements)
+        self._name_sizes(statements)
 
     def _kinds(self) -> dict[tuple[object, ...], Section]:
         """The first section of each kind."""
@@ -44,8 +59,8 @@ class ModelText:
             kinds.setdefault(section.signature, section)
         return kinds
 
-    def _bodies(self) -> dict[int, list[OpCall]]:
-        """The calls of each first section, without views, after their dims became axes."""
+    def _bodies(self) -> dict[tuple[object, ...], list[OpCall]]:
+        """The calls of each kind of section, without views, after their dims became axes."""
         representative = {
             section.yields: self.kinds[section.signature].yields
             for section in self.sections.sections
@@ -58,50 +73,36 @@ class ModelText:
                 self.axes.copies[section.reads] = self.axes.copies.get(same, set())
             for call in section.calls:
                 for name in call.operands:
-                    if name not in self.axes.dims and self.calls[name].op in LEAVES:
-                        self.axes.add(self.calls[name])
+                    if name not in self.axes.dims and name in self.leaves:
+                        self.axes.add(self.leaves[name])
                 self.axes.add(call)
             first = self.axes.dims.get(section.reads) if section.layer else None
             if first is not None:
                 for a, b in zip(first, self.axes.dims[section.yields], strict=True):
                     self.axes.unify(a, b)
-        self.leaves = {n: c for n, c in self.calls.items() if c.op in LEAVES}
         splitter = ProjectionSplitter(self.axes, self.leaves)
-        return {id(section): splitter.calls(section) for section in self.kinds.values()}
+        return {signature: splitter.calls(section) for signature, section in self.kinds.items()}
 
     # ---- the text ------------------------------------------------------------------------------
 
     def text(self) -> str:
         """All modules, and the model."""
-        bodies = [self.bodies[id(section)] for section in self.kinds.values()]
-        calls = [call for body in bodies for call in body]
-        separate = self.axes.separate_axes(calls)
-        layouts = Layouts(self.axes, separate)
-        placement = PlacementRules(self.axes, calls, self.leaves)
-        self._order_parameters(layouts, placement, calls)
-        model = ModelContext(
-            self.axes, layouts, placement, self.leaves, {}, self._shared(),
-            self.sections.side_values, _main_dtype(self.leaves.values()),
-        )  # fmt: skip
-        self._name_sizes(model, calls)
         names = self._module_names()
         modules = [
-            ModuleWriter(model, section, names[signature], self.bodies[id(section)]).write(number)
+            ModuleWriter(self, section, names[signature], self.bodies[signature]).write(number)
             for number, (signature, section) in enumerate(self.kinds.items())
         ]
-        self._note_whole(model)
-        self._note_turned(model, names)
-        return "\n\n".join([*modules, self._model(model, names)])
+        self._note_whole()
+        self._note_turned(names)
+        return "\n\n".join([*modules, self._model(names)])
 
-    def _order_parameters(
-        self, layouts: Layouts, placement: PlacementRules, calls: Iterable[OpCall]
-    ) -> None:
+    def _order_parameters(self, calls: Iterable[OpCall]) -> None:
         """Matrices lie with what is summed over first, tables with their rows first."""
         tables = {self.axes.base_of(c.operands[1]) for c in calls if c.op == "embedding"}
         for call in calls:
             if call.op != "einsum" or len(call.operands) != 2:
                 continue
-            name = placement.parameter(call.operands[1])
+            name = self.placement.parameter(call.operands[1])
             if not name or name in tables:
                 continue
             out = {*call.out}
@@ -110,7 +111,7 @@ class ModelText:
             ]
             axes = self.axes.leaves_of(name)
             if len({*axes}) == len(axes) and {*inward} <= {*axes}:
-                layouts.order[name] = (*inward, *(a for a in axes if a not in inward))
+                self.layouts.order[name] = (*inward, *(a for a in axes if a not in inward))
 
     def _shared(self) -> frozenset[str]:
         """Parameters that several kinds of sections read, or several sections of one kind."""
@@ -123,21 +124,21 @@ class ModelText:
             counted.update(names)
         return frozenset(name for name, count in counted.items() if count > 1)
 
-    def _name_sizes(self, model: ModelContext, calls: Sequence[OpCall]) -> None:
+    def _name_sizes(self, calls: Sequence[OpCall]) -> None:
         """Name the model's sizes by the use of their axes: heads, widths, vocabulary."""
         named: dict[str, int] = {}
 
         def give(name: str, unit: Axis) -> None:
             unit = unit.root()
-            if unit.extent.symbols or unit in model.sizes:
+            if unit.extent.symbols or unit in self.sizes:
                 return
             extent = unit.extent.value({})
             if named.setdefault(name, extent) == extent:
-                model.sizes[unit] = name
+                self.sizes[unit] = name
 
-        units = model.layouts.units
+        units = self.layouts.units
         first = self.sections.sections[0]
-        stream = units(model.layouts.of(first.yields)) if len(self.sections.sections) > 1 else []
+        stream = units(self.layouts.of(first.yields)) if len(self.sections.sections) > 1 else []
         for unit in stream[2:][-1:]:
             give("M", unit)
         for call in calls:
@@ -154,15 +155,15 @@ class ModelText:
                 for unit in units(self.axes.label_leaves(call.name, "v")):
                     if named.get("D") == unit.extent.value({}):
                         give("D", unit)
-        for leaf in model.placement.vocabulary:
+        for leaf in self.placement.vocabulary:
             give("V", leaf)
-        for leaf in sorted(model.placement.inner, key=lambda a: -a.extent.value({})):
+        for leaf in sorted(self.placement.inner, key=lambda a: -a.extent.value({})):
             give("F", leaf)
         fields = {"M": "hidden_size", "A": "num_attention_heads", "G": "num_query_groups",
                   "D": "kv_channels", "F": "ffn_hidden_size", "V": "vocab_size"}  # fmt: skip
         if "A" in named:
             named.setdefault("G", named["A"])
-        model.fields.update({fields[k]: n for k, n in named.items() if k in fields})
+        self.fields |= {fields[k]: n for k, n in named.items()}
 
     def _module_names(self) -> dict[tuple[object, ...], str]:
         """A name for each kind of section."""
@@ -180,7 +181,7 @@ class ModelText:
             names[signature] = free_name(wish, taken, "")
         return names
 
-    def _model(self, model: ModelContext, names: Mapping[tuple[object, ...], str]) -> str:
+    def _model(self, names: Mapping[tuple[object, ...], str]) -> str:
         """The model: its sizes, and its chain of modules."""
         links: list[list[Any]] = []
         for section in self.sections.sections:
@@ -191,32 +192,31 @@ class ModelText:
                 links.append([name, 1 if section.layer else 0])
         chain = ", ".join(f"{n} {name}" if n else name for name, n in links)
         attends = any(c.op == "attention" for p in self.kinds.values() for c in p.calls)
-        fields = {k: v for k, v in model.fields.items() if not k.startswith("_")}
-        if fields.get("num_experts"):
+        if self.fields.get("num_experts"):
             layers = [p for p in self.sections.sections if p.layer]
             dense = [all(c.op != "experts" for c in p.calls) for p in layers]
-            fields["first_dense_layers"] = dense.index(False)
+            self.fields["first_dense_layers"] = dense.index(False)
         defaults = {
             "mixers": "global" if attends else "none",
             "max_position_embeddings": MAX_POSITIONS,
         }
-        if "ffn_hidden_size" not in fields and not fields.get("num_experts"):
+        if "ffn_hidden_size" not in self.fields and not self.fields.get("num_experts"):
             defaults["mlps"] = "none"
-        lines = [f"{k} = {value_text(v)}" for k, v in {**defaults, **fields}.items()]
+        lines = [f"{k} = {value_text(v)}" for k, v in {**defaults, **self.fields}.items()]
         name = "".join(c if c.isalnum() or c in "-_." else "-" for c in self.recording.name)
         return "\n".join([f"model {name or 'imported'}", *lines, f"chain = {chain}"])
 
-    def _note_turned(self, model: ModelContext, names: Mapping[tuple[object, ...], str]) -> None:
+    def _note_turned(self, names: Mapping[tuple[object, ...], str]) -> None:
         """Add a note on streams with positions after the width, as convolutions leave them."""
         for signature, section in self.kinds.items():
-            units = model.layouts.units(model.layouts.of(section.reads)) if section.reads else []
-            if len(units) == 3 and model.sizes.get(units[1].root()) == "M":
+            units = self.layouts.units(self.layouts.of(section.reads)) if section.reads else []
+            if len(units) == 3 and self.sizes.get(units[1].root()) == "M":
                 self.notes.append(
                     f"the stream of {names[signature]} lies as [batch, width, positions]: runs "
                     "with cp or sequence_parallel, which would split the width, are refused"
                 )
 
-    def _note_whole(self, model: ModelContext) -> None:
+    def _note_whole(self) -> None:
         """Add a note on matrices that tp does not split."""
         replicated: list[str] = []
         for name, leaf in self.leaves.items():
@@ -224,8 +224,8 @@ class ModelText:
                 continue
             is_read = any(name == self.axes.base_of(n) for body in self.bodies.values()
                        for c in body if c.op != "experts" for n in c.operands)  # fmt: skip
-            units = model.layouts.units(model.layouts.of(name))
-            if is_read and not any(model.placement.degree_of(unit) for unit in units):
+            units = self.layouts.units(self.layouts.of(name))
+            if is_read and not any(self.placement.degree_of(unit) for unit in units):
                 replicated.append(leaf.path)
         if replicated:
             self.notes.append(f"whole on every rank of tp: {first_of(replicated, 6)}")
@@ -243,12 +243,6 @@ def _kind_of_layer(section: Section) -> str:
     return "decoder" if cross else "layer"
 
 
-def _main_dtype(leaves: Iterable[OpCall]) -> str:
-    """The data type of most parameters."""
-    counted = Counter(leaf.dtype for leaf in leaves if leaf.op == "param")
-    return counted.most_common(1)[0][0] if counted else ""
-
-
 RESERVED = frozenset({"module", "model", "size", "input", "param", "output", "scope", "shared"})
 LAST = ("norm", "softmax", "rope")
 """Ops over the last dim."""
@@ -258,31 +252,11 @@ IMPLIED = frozenset(
 """Element-wise ops; a text may omit their index expression if operands have one shape."""
 
 
-@dataclass(slots=True)
-class ModelContext:
-    """Data that all modules of a text share."""
-
-    axes: AxisTable
-    layouts: Layouts
-    placement: PlacementRules
-    leaves: Mapping[str, OpCall]
-    sizes: dict[Axis, str]
-    """Names of units as sizes of the model."""
-    shared: frozenset[str]
-    """Parameters of several modules."""
-    side_values: frozenset[str]
-    dtype: str
-    """The data type of most parameters, which stands for that of the run."""
-    fields: dict[str, Any] = field(default_factory=dict[str, Any])
-    names: dict[str, str] = field(default_factory=dict[str, str])
-    """Names of values and parameters that modules share."""
-
-
 class ModuleWriter:
     """Writes one module."""
 
     def __init__(
-        self, model: ModelContext, section: Section, name: str, calls: Sequence[OpCall]
+        self, model: ModelText, section: Section, name: str, calls: Sequence[OpCall]
     ) -> None:
         """`calls` are those of the section, without views."""
         self.model, self.section, self.name, self.calls = model, section, name, calls
@@ -343,7 +317,7 @@ class ModuleWriter:
         if base in self.names:
             return self.names[base]
         leaf = self.model.leaves.get(base)
-        if base in self.model.side_values or leaf is None:
+        if base in self.model.sections.side_values or leaf is None:
             name_in_text = self.model.names.setdefault(base, self.unique_name("memory"))
             self.taken.add(name_in_text)
             layout = self.shape(self.model.layouts.of(base), degrees=False)
@@ -388,28 +362,23 @@ class ModuleWriter:
             self.names[self.model.axes.base_of(self.section.reads)] = "x"
             self.taken.add("x")
             self.lines.append(f"input x{layout}")
-        last = len(self.calls) - 1
-        for i, call in enumerate(self.calls):
-            self._statement(call, is_last=i == last)
-        hands = [
-            self.names[n] for n in self.names if n in self.model.side_values and self._makes(n)
-        ]
+        for call in self.calls:
+            self._statement(call)
+        side_values = self.model.sections.side_values
+        hands = [name for n, name in self.names.items() if n in side_values and n in self.dtypes]
         result = self.value(self.section.yields)
         sizes = [f"size {name} = {value}" for name, value in self.sizes.items()]
         output = f"output {', '.join([result, *hands])}"
         return "\n".join([f"module {self.name}", *sizes, *self.lines, *self.body, output])
 
-    def _makes(self, name: str) -> bool:
-        return any(call.name == name for call in self.calls)
-
-    def _statement(self, call: OpCall, *, is_last: bool) -> None:
+    def _statement(self, call: OpCall) -> None:
         start = len(self.body)
         call = self._with_unsplit_axes_last(call) if call.op in LAST else call
         call = self._with_merged_dims(call) if call.op in ("join", "slice", "attention") else call
         spec = spec_of(self.model.layouts, call, self.model.sizes)
         text = self._text(call, spec)
         scope = self._scope(call)
-        if call.name in self.model.side_values:
+        if call.name in self.model.sections.side_values:
             name = self.model.names.setdefault(call.name, self.unique_name("memory"))
             self.taken.add(name)
         else:
@@ -548,10 +517,8 @@ class ModuleWriter:
 
     def _text(self, call: OpCall, spec: Any) -> str:
         if call.op == "experts":
-            self.model.fields.update(call.attrs)
-            given = {
-                k.removeprefix("_"): v for k, v in call.attrs.items() if k.startswith("_") and v
-            }
+            self.model.fields |= {k: v for k, v in call.attrs.items() if k[0] != "_"}
+            given = {k[1:]: v for k, v in call.attrs.items() if k[0] == "_" and v}
             words = ", ".join(f"{k}={v}" for k, v in given.items())
             return f"experts{f'[{words}]' if words else ''}({self.value(call.operands[0])})"
         operands = [self.value(n) for n in call.operands]
@@ -588,7 +555,6 @@ class ModuleWriter:
         if parts[1] == out and parts[0] != out:
             parts, operands = parts[::-1], operands[::-1]
         if parts[0] != out:
-            self.model.fields.setdefault("_outer", []).append(call.name)
             how = "fn=outer_sum"
             if self._dtype(call.operands[0]) != call.dtype:
                 how += f", dtype={dtype_text(call.dtype, '')}"
