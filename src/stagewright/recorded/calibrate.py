@@ -420,7 +420,7 @@ def _set_link(fit: _Calibrating, block: str, transfers: Sequence[_Transfer], wor
     for _ in range(2):  # each figure changes the others a little
         for name, rows in chosen.items():
             limits = _LATENCIES if name == "latency_us" else _SHARES
-            counted = [of for of in rows if _counts(of, name, fit.hardware, block, world)]
+            counted = [of for of in rows if _counts(of, name, fit.hardware, world)]
             number = sum(of.number for of in counted)
             if number < FEWEST:
                 continue
@@ -463,7 +463,7 @@ def _with_link(hardware: Hardware, block: str, figures: Mapping[str, float]) -> 
     return hardware.model_copy(update={block: changed})
 
 
-def _counts(of: _Transfer, name: str, hardware: Hardware, block: str, world: int) -> bool:
+def _counts(of: _Transfer, name: str, hardware: Hardware, world: int) -> bool:
     """True for a transfer that tells a figure: its bytes take most of the time, or little."""
     machine = Machine.of(hardware, gpus=max(world, hardware.gpus_per_node))
     whole = _modelled(of, machine)

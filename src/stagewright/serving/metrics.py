@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from stagewright.arrays import Bool, Float, Int
-from stagewright.numbers import duration, plural
+from stagewright.numbers import duration, finite, plural
 from stagewright.serving.engine import Engine
 from stagewright.serving.simulation import Outcome
 from stagewright.serving.steadiness import Steadiness, Window, steadiness_of, window_of
@@ -299,8 +299,8 @@ class ServingSummary:
             "steady": self.steadiness.steady,
             "overloaded": self.steadiness.overloaded,
             "verdict": self.verdict,
-            "arrival_rate": _finite(self.steadiness.arrival_rate),
-            "throughput_change": _finite(self.steadiness.throughput_change),
+            "arrival_rate": finite(self.steadiness.arrival_rate),
+            "throughput_change": finite(self.steadiness.throughput_change),
             "in_flight": [*self.steadiness.in_flight],
         }
         for name in spreads:
@@ -308,17 +308,12 @@ class ServingSummary:
             values[name] = _values(spread)
         values["classes"] = {name: summary.values() for name, summary in self.classes.items()}
         values["stages"] = {name: _values(spread) for name, spread in self.stages.items()}
-        values["user_rate"] = _finite(self.user_rate)
+        values["user_rate"] = finite(self.user_rate)
         return values | {"output_rate_per_gpu": self.output_rate / self.gpus}
 
 
 def _values(spread: Spread) -> dict[str, float | None]:
-    return {name: _finite(getattr(spread, name)) for name in Spread.__slots__}
-
-
-def _finite(value: float) -> float | None:
-    """The value; None, which JSON has, for nan and infinity."""
-    return value if math.isfinite(value) else None
+    return {name: finite(getattr(spread, name)) for name in Spread.__slots__}
 
 
 def summarize(

@@ -38,9 +38,9 @@ def number(key: str, least: float, most: float) -> Reader:
     return lambda c: c.number(key, least, most)
 
 
-def or_times_hidden(key: str, times: int) -> Reader:
-    """The width of the MLP, or a multiple of the hidden size where the key is null or missing."""
-    return lambda c: c.optional("ffn_hidden_size", key) or times * c.fields["hidden_size"]
+def or_four_times_hidden(key: str) -> Reader:
+    """The width of the MLP, or four hidden sizes where the key is null or missing."""
+    return lambda c: c.optional("ffn_hidden_size", key) or 4 * c.fields["hidden_size"]
 
 
 def head_width(heads: tuple[str, ...], *keys: str) -> Reader:

@@ -428,7 +428,7 @@ FAMILIES = {
         parts.DECODER,
         like="zamba2-2.7b",
         kv_channels=_zamba2_head,
-        ffn_hidden_size=parts.or_times_hidden("intermediate_size", 4),
+        ffn_hidden_size=parts.or_four_times_hidden("intermediate_size"),
         max_position_embeddings=_zamba2_longest,
         shared_blocks=_zamba2_blocks,
         state_space=parts.state_heads(

@@ -31,7 +31,7 @@ _FALCON: Map = {
         num_attention_heads=("num_attention_heads", "n_head"),
     ),
     "num_query_groups": _block,
-    "ffn_hidden_size": parts.or_times_hidden("ffn_hidden_size", 4),
+    "ffn_hidden_size": parts.or_four_times_hidden("ffn_hidden_size"),
     **dict.fromkeys(parts.ALL_BIASES, "bias"),
     **{name: name for name in ("activation", "hidden_dropout", "attention_dropout")},
 }
