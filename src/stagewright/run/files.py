@@ -132,7 +132,7 @@ def settings_of(
             "ranks that are left, which needs --nodes and --hardware; add these, or give it as a "
             "number"
         )
-    if not any(follows.makes()):
+    if not follows.options:
         follows = pending.without(over)
     return settings, follows
 

@@ -10,7 +10,7 @@ values (`Setting.switches`), come from the tables in `data/launch` (`launch.name
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,10 +44,9 @@ SAME: Mapping[str, str] = {
 """Settings by the names that mean the same."""
 
 
-_SPLIT = "layers_per_stage"
 _LATER = (
-    "num_distributed_optimizer_instances",
-    *(name for name, of in OTHERS.items() if {*of.makes} & {"vpp", _SPLIT}),
+    *("enable_expert_parallel", "num_distributed_optimizer_instances"),
+    *(name for name, of in OTHERS.items() if {*of.makes} & {"vpp", "layers_per_stage"}),
 )
 """Options from which settings follow once dp, or the model's layers, are known."""
 _SHARD_DEGREE = "parallelism_data_parallel_shard_degree"
@@ -55,40 +54,26 @@ _SHARD_DEGREE = "parallelism_data_parallel_shard_degree"
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Settings that follow once all of a run is known."""
+    """What follows once all of a run is known."""
 
-    enable_expert_parallel: bool = False
-    stages: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Options of other tools about stages and their layers, and copies of shards, by name."""
-    given: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Options of other tools, by name."""
     fills: bool = False
     """dp is all ranks that are left of the nodes."""
 
     def without(self, names: Mapping[str, Any]) -> Pending:
-        """Settings that follow, without those in `names`, which take precedence."""
-        return Pending(
-            self.enable_expert_parallel and "ep" not in names,
-            {
-                name: value
-                for name, value in self.stages.items()
-                if not {*OTHERS[name].makes} & {*names}
-            },
-            self.given,
-            self.fills,
-        )
+        """The options that say nothing of the settings in `names`, which take precedence."""
+        kept = {
+            option: value
+            for option, value in self.options.items()
+            if not {*OTHERS[option].makes} & names.keys()
+            or (option == "enable_expert_parallel" and "ep" not in names)
+        }
+        return Pending(kept, self.fills)
 
-    def options(self) -> tuple[str, ...]:
-        """The options from which settings will follow, by name."""
-        return (*(("enable_expert_parallel",) if self.enable_expert_parallel else ()), *self.stages)
-
-    def makes(self) -> Iterator[str]:
+    def makes(self) -> set[str]:
         """The settings that will follow."""
-        for option in self.options():
-            yield from OTHERS[option].makes
-
-    def options_for(self, setting: str) -> list[str]:
-        """Options from which a setting follows."""
-        return [option for option in self.options() if setting in OTHERS[option].makes]
+        return {setting for option in self.options for setting in OTHERS[option].makes}
 
 
 def is_setting_name(name: str) -> bool:
@@ -140,17 +125,8 @@ def translate(values: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any
     _remat_policy(settings, others.get("remat_policy"), where)
     _data_parallel(settings, others, where)
     _input_length(settings, others, where)
-    pending = Pending(
-        bool(others.get("enable_expert_parallel")),
-        {name: others[name] for name in _LATER if name in others},
-        {
-            name: settings[name]
-            for name in ("ep", "etp", "vpp", "dp_shard", _SPLIT)
-            if name in settings
-        },
-        others.get(_SHARD_DEGREE) == -1,
-    )
-    return settings, pending
+    later = {name: others[name] for name in _LATER if others.get(name) not in (None, False)}
+    return settings, Pending(later, others.get(_SHARD_DEGREE) == -1)
 
 
 def _check_word(name: str, value: object, where: str) -> None:

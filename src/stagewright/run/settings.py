@@ -164,20 +164,24 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
     def completed(self, pending: Pending) -> Self:
         """The run with the settings that options of other tools derive from all of it."""
         update: dict[str, Any] = {}
-        if pending.enable_expert_parallel:
+        options = {**pending.options}
+        if options.pop("enable_expert_parallel", False):
             update |= {"ep": self.tp * self.cp * self.dp, "etp": 1}
-        stages = {**pending.stages}
-        copies = stages.pop("num_distributed_optimizer_instances", 1)
+        copies = options.pop("num_distributed_optimizer_instances", 1)
         if copies < 1 or self.dp % copies:
             raise UserError(
                 f"--num-distributed-optimizer-instances {copies} does not divide dp={self.dp}; "
                 "give more GPUs (--gpus), or another number"
             )
         update |= {"dp_shard": self.dp // copies} if copies > 1 else {}
-        update |= self._stages(stages)
+        update |= self._stages(options)
         for name, value in update.items():
-            if name in pending.given and getattr(self, name) != value:
-                by = " and ".join(OTHERS[other].flag for other in pending.options_for(name))
+            if name in self.model_fields_set and getattr(self, name) != value:
+                by = " and ".join(
+                    OTHERS[option].flag
+                    for option in pending.options
+                    if name in OTHERS[option].makes
+                )
                 raise UserError(
                     f"{SETTINGS[name].flag} {text_of(getattr(self, name))} contradicts {by}, which "
                     f"makes it {text_of(value)}; drop either"
