@@ -20,13 +20,12 @@ from stagewright.launch import files as launch
 from stagewright.launch.names import canonical
 from stagewright.launch.reading import LaunchFile
 from stagewright.launch.tables import value_of
-from stagewright.lower import weight_storage
 from stagewright.lower.compile import compile as compile_run
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.catalog import resolve as model_of
 from stagewright.model.config import ModelConfig
 from stagewright.run.experiment import Experiment
-from stagewright.run.notes import absent_modules, beyond_positions, notes
+from stagewright.run.notes import notes
 from stagewright.run.other_names import is_setting_name
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.serving import SERVING
@@ -93,9 +92,7 @@ class DiffedRun(NamedTuple):
         of_manifest = run_manifest.load_model(path) if is_file and file is None else None
         hardware = hardware_of(_hardware(experiment))
         compiled = compile_run(experiment.run, of_manifest, device_memory=hardware.memory)
-        said = [*notes(experiment), *absent_modules(compiled.run, compiled.model)]
-        said += beyond_positions(compiled.run, compiled.model)
-        said += [*compiled.model.notes, *weight_storage.notes(compiled.run, compiled.model)]
+        said = [*notes(experiment), *compiled.notes]
         return cls(name, file, experiment, None, compiled.model, compiled, said)
 
     @classmethod

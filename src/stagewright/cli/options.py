@@ -177,7 +177,7 @@ def _of_launch_files() -> list[click.Parameter]:
         multiple=True,
         expose_value=False,
         metavar="NAME=VALUE",
-        callback=runs.note_variables,
+        callback=runs.kept,
         help="A variable of the file, or a flag that it lacks (vocab-size=32000); may be repeated.",
     )
     ignore = SectionOption(

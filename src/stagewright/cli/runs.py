@@ -52,9 +52,6 @@ def tool_of(model: str | None, name: str | None, tools: Collection[str]) -> str 
     return name if name in tools else None
 
 
-_VARIABLES = "stagewright.set"
-
-
 def kept(context: click.Context, parameter: click.Parameter, value: Any) -> None:
     """Keep an option that the command's function does not get."""
     context.meta[f"stagewright.{parameter.name}"] = value
@@ -63,17 +60,6 @@ def kept(context: click.Context, parameter: click.Parameter, value: Any) -> None
 def option_kept(name: str) -> Any:
     """Value of an option that was kept, by its parameter's name; None: the command lacks it."""
     return click.get_current_context().meta.get(f"stagewright.{name}")
-
-
-def note_variables(
-    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
-) -> None:
-    """Keep `--set NAME=VALUE` for `launch_files`."""
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals or not name.strip():
-            raise UserError(f"--set: got {text!r}, wanted NAME=VALUE such as MODEL_SIZE=8b")
-        context.meta.setdefault(_VARIABLES, {})[name.strip()] = value
 
 
 def launch_files(context: click.Context) -> None:
@@ -85,7 +71,12 @@ def launch_files(context: click.Context) -> None:
     from stagewright.files import read_text
     from stagewright.launch import files
 
-    given, ignores = context.meta.get(_VARIABLES, {}), bool(option_kept("ignore_unknown"))
+    given, ignores = dict[str, str](), bool(option_kept("ignore_unknown"))
+    for text in option_kept("set") or ():
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip():
+            raise UserError(f"--set: got {text!r}, wanted NAME=VALUE such as MODEL_SIZE=8b")
+        given[name.strip()] = value
     words = [context.params.get(name) for name in ("config", "model", "a", "b")]
     names = [*filter(None, (*words, *context.params.get("others", ())))]
     paths = {name: path for name in names if (path := files.find(name))}
@@ -129,9 +120,7 @@ def compile_run(
     If `config` is a manifest and no MODEL is given, its recorded model is compiled. Where the run
     names no `device_memory`, that of `hardware` counts.
     """
-    from stagewright.lower import weight_storage
     from stagewright.lower.compile import compile
-    from stagewright.run.notes import absent_modules, beyond_positions
     from stagewright.trace.run_manifest import load_model
 
     in_manifest = load_model(config) if config is not None and model is None else None
@@ -141,9 +130,7 @@ def compile_run(
 
         memory = resolve(hardware).memory
     compiled = compile(run, in_manifest, device_memory=memory)
-    show_notes(absent_modules(compiled.run, compiled.model))
-    show_notes(beyond_positions(compiled.run, compiled.model))
-    show_notes((*compiled.model.notes, *weight_storage.notes(compiled.run, compiled.model)))
+    show_notes(compiled.notes)
     return compiled
 
 

@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 from stagewright.graph.node import Graph, text
 from stagewright.launch import files as launch
+from stagewright.lower import weight_storage
 from stagewright.lower.parameters import TrainedParameters
 from stagewright.lower.routing import Load
 from stagewright.model.config import ModelConfig
 from stagewright.program.columns import Program
 from stagewright.program.fit import Fit, fit_of, peak_in_program_order
+from stagewright.run.notes import absent_modules, beyond_positions
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order
 
@@ -58,6 +60,13 @@ class CompiledRun:
 
     def __repr__(self) -> str:
         return f"<{self.run.describe()}: {self.program.mesh.world_size} ranks, compiled>"
+
+    @property
+    def notes(self) -> list[str]:
+        """Assumptions on the model, and settings that do nothing in it."""
+        run, model = self.run, self.model
+        notes = [*absent_modules(run, model), *beyond_positions(run, model)]
+        return [*notes, *model.notes, *weight_storage.notes(run, model)]
 
     @property
     def fit(self) -> Fit | None:

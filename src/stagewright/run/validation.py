@@ -13,7 +13,7 @@ from stagewright.errors import UserError, did_you_mean, hint_of_thousands
 from stagewright.launch.names import FOREIGN, canonical
 from stagewright.run.other_names import SAME
 from stagewright.run.sections import EXPERIMENT
-from stagewright.run.sections.declare import BYTES, Setting
+from stagewright.run.sections.declare import BYTES
 from stagewright.run.sections.serving import SERVING
 
 
@@ -54,7 +54,8 @@ def describe_error(error: ErrorDetails, known: Iterable[str]) -> str:
             wanted = "a finite number"
         case "float_type" | "float_parsing":
             wanted = "a number"
-            if name in {**EXPERIMENT, **SERVING} and _setting(name).metavar == "TIME":
+            setting = EXPERIMENT.get(name) or SERVING.get(name)
+            if setting is not None and setting.metavar == "TIME":
                 wanted = "seconds, or a time such as 50ms or 2s"
         case "int_type":
             wanted = f"a whole number{hint_of_thousands(str(error['input']))}"
@@ -67,10 +68,6 @@ def describe_error(error: ErrorDetails, known: Iterable[str]) -> str:
         case _:
             return f"{name} is {got}: {error['msg']}"
     return f"{name} is {got}, wanted {wanted}{_unit(name)}"
-
-
-def _setting(name: str) -> Setting:
-    return EXPERIMENT[name] if name in EXPERIMENT else SERVING[name]
 
 
 def _without_point(end: float) -> str:
