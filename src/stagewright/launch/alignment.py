@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import methodcaller
 from pathlib import PurePath
 from typing import Any, cast
 
@@ -92,10 +93,6 @@ def _more(source: LaunchSource) -> list[Flag]:
 _UPDATE = "the update step is read; generation and weight transfer are not part"
 
 # ---- verl ----------------------------------------------------------------------------------------
-
-
-def _verl_command(source: LaunchSource) -> ShellCommand | None:
-    return source.first_with("verl.trainer.main_ppo")
 
 
 def _read_verl(source: LaunchSource, command: ShellCommand) -> LaunchFile:
@@ -209,10 +206,6 @@ def _read_nemo(source: LaunchSource, _: ShellCommand) -> LaunchFile:
 # ---- OpenRLHF ------------------------------------------------------------------------------------
 
 
-def _openrlhf_command(source: LaunchSource) -> ShellCommand | None:
-    return source.first_with("openrlhf.cli.train_")
-
-
 def _read_openrlhf(source: LaunchSource, command: ShellCommand) -> LaunchFile:
     reading = LaunchFile(source.path, "OpenRLHF")
     flags = [f for f in parse((*command.words, *source.more), [table("openrlhf")]) if "." in f.name]
@@ -313,6 +306,6 @@ def _hub_name(recipe: str) -> str:
 
 
 BRIDGE = Tool("Megatron-Bridge", _bridge_command, _read_bridge, ("train:", "model:"))
-VERL = Tool("verl", _verl_command, _read_verl)
+VERL = Tool("verl", methodcaller("first_with", "verl.trainer.main_ppo"), _read_verl)
 NEMO_RL = Tool("NeMo-RL", _nemo_claim, _read_nemo, ("policy:", "cluster:"))
-OPENRLHF = Tool("OpenRLHF", _openrlhf_command, _read_openrlhf)
+OPENRLHF = Tool("OpenRLHF", methodcaller("first_with", "openrlhf.cli.train_"), _read_openrlhf)

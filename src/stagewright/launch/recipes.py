@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from stagewright.files import read_text
@@ -31,19 +31,6 @@ from stagewright.launch.reading import (
 from stagewright.launch.shell import ShellCommand
 from stagewright.launch.tables import canonical, row_of, table
 from stagewright.model.presets import PRESETS
-
-
-def _without(flags: Iterable[Flag], *names: str) -> tuple[list[Flag], dict[str, int]]:
-    """Flags without some that only a rule reads, and the whole numbers of these."""
-    kept: list[Flag] = []
-    numbers: dict[str, int] = {}
-    for flag in flags:
-        if flag.name.lstrip("-") in names and flag.values and flag.values[0].isdecimal():
-            numbers[flag.name.lstrip("-")] = int(flag.values[0])
-        else:
-            kept.append(flag)
-    return kept, numbers
-
 
 # ---- torchtitan ----------------------------------------------------------------------------------
 
@@ -79,9 +66,11 @@ def _read_torchtitan(source: LaunchSource, command: ShellCommand) -> LaunchFile:
             raise reading.fail(f"{config}: {error}") from None
     elif config is not None:
         reading.need_model(f"{config} is not here")
-    kept, batch = _without(
-        iter([*flags, *given]), "training.local_batch_size", "training.batch_size"
-    )
+    flags += given
+    names = ("training.local_batch_size", "training.batch_size")  # which only a rule reads
+    batch = {name: int(f.values[0]) for f in flags if (name := f.name.lstrip("-")) in names
+             and f.values and f.values[0].isdecimal()}  # fmt: skip
+    kept = [flag for flag in flags if flag.name.lstrip("-") not in batch]
     extra = [*parse(source.more, [table("torchtitan")])]
     of_model = apply(reading, [*kept, *extra], ignore_unknown=source.ignore_unknown)
     settings["framework"] = "torchtitan"
@@ -100,7 +89,10 @@ def _read_torchtitan(source: LaunchSource, command: ShellCommand) -> LaunchFile:
     ):
         settings.setdefault("vpp", 2)  # its default for schedules of several stages
     settings.setdefault("reshard_after_forward", settings.get("pp", 1) == 1)
-    _graphs(settings, on=source.format == "python")
+    # Configurations in Python have CUDA graphs of whole steps unless they turn them off.
+    captured = not settings.pop("disable_cuda_graphs", source.format != "python")
+    if captured and settings.get("pp", 1) == 1 and settings.get("ep", 1) == 1:
+        settings["launch_mode"] = "cuda_graph"
     _tokens(reading)
     for name, local in batch.items():
         reading.lines.append(Line(name, str(local), "sequences of a rank of dp in a step"))
@@ -115,13 +107,6 @@ def _read_torchtitan(source: LaunchSource, command: ShellCommand) -> LaunchFile:
     _shards(reading)
     _named_model(reading, of_model)
     return reading
-
-
-def _graphs(settings: dict[str, Any], *, on: bool) -> None:
-    """CUDA graphs of whole steps, which configurations in Python have unless they turn them off."""
-    off = settings.pop("disable_cuda_graphs", not on)
-    if not off and settings.get("pp", 1) == 1 and settings.get("ep", 1) == 1:
-        settings["launch_mode"] = "cuda_graph"
 
 
 def _tokens(reading: LaunchFile) -> None:

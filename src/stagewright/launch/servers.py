@@ -77,8 +77,9 @@ def _read(source: LaunchSource, command: ShellCommand, server: Server) -> Launch
     named = [flag for flag in given if canonical(flag.name) in _MODELS]
     positional = [*words[:1], *stray] if words and words[0][:1] != "-" else stray
     model = "".join(positional[:1] or (named[-1].values if named else ()))
-    client = _client(source)
-    sent = [flag for flag in parse(client.words, [clients]) if flag.row]
+    sends = source.first(lambda command: _CLIENT.search(" ".join(command.words)))
+    client = sends.words if sends else ()
+    sent = [flag for flag in parse(client, [clients]) if flag.row]
     flags = [flag for flag in given if flag not in named]
     _ask(reading, [*flags, *sent])
     apply(reading, flags, ignore_unknown=source.ignore_unknown)
@@ -89,7 +90,7 @@ def _read(source: LaunchSource, command: ShellCommand, server: Server) -> Launch
     settings |= {"scheduler": server.scheduler, "mode": "decode"}
     settings.setdefault("tp", 1)
     server.layout(reading, experts)
-    _lengths(settings, " ".join(client.words))
+    _lengths(settings, " ".join(client))
     _step(reading)
     return reading
 
@@ -150,12 +151,6 @@ def _with_marks(flags: Iterator[Flag]) -> Iterator[Flag]:
     for flag in flags:
         values = (re.sub(r"\$(\w+)", lambda m: unknown(m[1]), text) for text in flag.values)
         yield flag._replace(values=tuple(values))
-
-
-def _client(source: LaunchSource) -> ShellCommand:
-    """The first command that sends requests; an empty one: none does."""
-    sends = source.first(lambda command: _CLIENT.search(" ".join(command.words)))
-    return sends or ShellCommand((), 0)
 
 
 def _ask(reading: LaunchFile, flags: Sequence[Flag]) -> None:
