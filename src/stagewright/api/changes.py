@@ -35,7 +35,6 @@ from stagewright.time.simulate.execute import Progress
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.trace import run_manifest
 from stagewright.views import changes as views
-from stagewright.views.advice import Remark
 from stagewright.views.step import memory_line, title
 
 LOAD = SERVING.keys() - EXPERIMENT.keys()
@@ -207,7 +206,7 @@ class Changes(PublicResult):
         if self.results is None:
             return [], []
         old, new = (r.notes() if isinstance(r, Serving) else [*r.notes] for r in self.results)
-        remarks = [[*filter(_is_severe, step.remarks())] for step in self._steps]
+        remarks = [[of for of in step.remarks() if of.level != "note"] for step in self._steps]
         if remarks:
             known = {(of.level, of.about) for of in remarks[0]}
             new += [str(of) for of in remarks[1] if (of.level, of.about) not in known]
@@ -319,10 +318,6 @@ class Changes(PublicResult):
             "communication": self._communication().rows,
             "notes": self.notes,
         }
-
-
-def _is_severe(remark: Remark) -> bool:
-    return remark.level != "note"
 
 
 def diff(

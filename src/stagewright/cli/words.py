@@ -37,7 +37,8 @@ def read_words(
     """
     from stagewright.launch.names import FOREIGN, IGNORED, canonical
 
-    options, searches = options_of(command), _searches(command)
+    options = options_of(command)
+    searches = "--vary" in options  # its settings take lists
     remaining, kept = list(words), list[str]()
     given, refused = dict[str, tuple[str, str]](), dict[str, str]()
     ignored = dict[str, None]()
@@ -76,11 +77,6 @@ def read_words(
     if len(refused) > 1:
         raise UserError("no such options " + _describe_refused(refused))
     return kept, list(ignored)
-
-
-def _searches(command: click.Command) -> bool:
-    """True for a search, whose settings take lists."""
-    return any(parameter.name == "vary" for parameter in command.params)
 
 
 def _count_values(words: Sequence[str], limit: int | None) -> int:

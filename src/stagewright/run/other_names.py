@@ -116,8 +116,7 @@ def translate(values: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any
             setting = SAME.get(name, name if name in EXPERIMENT else given)
             if setting in settings:
                 raise UserError(f"{where}{setting} comes twice; keep one")
-            _check_word(setting, value, where)
-            settings[setting] = _value_of_setting(setting, value)
+            settings[setting] = _value_of(setting, value, where)
     _zero(settings, others, switches, where)
     _switch(settings, switches, where)
     _switch_off(settings, off)
@@ -129,19 +128,15 @@ def translate(values: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any
     return settings, Pending(later, others.get(_SHARD_DEGREE) == -1)
 
 
-def _check_word(name: str, value: object, where: str) -> None:
-    """Refuse a value that another tool has and the setting has not, with what to use for it."""
+def _value_of(name: str, value: Any, where: str) -> Any:
+    """Value of a setting; a word of another tool is translated, or refused with what to use."""
     setting = EXPERIMENT.get(name)
-    use = setting.words.get(value) if setting and isinstance(value, str) else None
-    if setting and use:
+    if setting is None or not isinstance(value, str):
+        return value
+    if use := setting.words.get(value):
         assert isinstance(setting.kind, tuple)
         raise UserError(f"{where}{name} is {value!r}, wanted {either(setting.kind)}; use {use}")
-
-
-def _value_of_setting(name: str, value: Any) -> Any:
-    """Value of a setting; the word of another tool that means the same is translated."""
-    setting = EXPERIMENT.get(name)
-    return setting.same_words.get(value, value) if setting and isinstance(value, str) else value
+    return setting.same_words.get(value, value)
 
 
 def _switched(name: str, value: object, where: str) -> bool:

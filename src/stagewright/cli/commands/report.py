@@ -103,13 +103,11 @@ def _check_output(out: str, picture: str | None, *, several: bool) -> None:
 
 def _label(name: str | None, index: int, names: list[str | None]) -> str:
     """Name of a run on the page: its file without the ending, numbered if several are equal."""
-    stems = [Path(each or "run").stem if _is_file(each) else str(each) for each in names]
+    suffixes = (*_RUN_FILES, ".json", ".bundle")
+    texts = [str(each) for each in names]
+    stems = [Path(text).stem if text.endswith(suffixes) else text for text in texts]
     stem = stems[index]
     return stem if stems.count(stem) == 1 else f"{stem} {stems[: index + 1].count(stem)}"
-
-
-def _is_file(name: str | None) -> bool:
-    return name is not None and Path(name).suffix in (*_RUN_FILES, ".json", ".bundle")
 
 
 def _run(
