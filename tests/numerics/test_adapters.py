@@ -110,15 +110,6 @@ def test_adapters_under_random_layouts() -> None:
         check(c.block.graph, verify(graph), draw.mesh, c.sizes, c.values, c.truth)
 
 
-def test_context_parallelism_changes_nothing_that_tp_moves() -> None:
-    """The partial sum of a layer goes where its adapter's result is: split by cp, then by tp."""
-    one, other = (
-        [n.op for n in sharded("llama", setup, recipe("llama", *FUSED)) if n.get("axes") == ("tp",)]
-        for setup in ("tp + sp, all-to-all", "tp + cp + sp, all-to-all")
-    )
-    assert sorted(one) == sorted(other)
-
-
 def test_a_block_of_which_some_parameters_are_frozen() -> None:
     own = weights("llama")
     for some in (own - {"wq"}, own - {"w_up", "w_down"}, own - {"attn_norm.weight"}):

@@ -607,22 +607,6 @@ def test_every_rank_can_run(name: str) -> None:
         assert work(compiled)["cached_attention"] == one["cached_attention"]
 
 
-def test_ranks_of_dp_together_do_the_batch() -> None:
-    rows = [{"count": 5, "context_length": 10 * i} for i in range(1, 7)]
-    fields: dict[str, Any] = {"layers": 6, "mode": "decode", "requests": rows}
-    many = work(run("llama3.1-8b", dp=3, pp=2, tp=2, **fields))
-    one = work(run("llama3.1-8b", **fields))
-    assert many["einsum"] == one["einsum"]
-    assert many["cached_attention"] == one["cached_attention"]
-
-
-def test_generation_is_linear_in_ranks() -> None:
-    """Ranks that serve alike share a program, however many there are."""
-    program = run(dp=4096, tp=8, batch_size=4096 * 3 + 1, layers=2, **DECODE).program
-    assert [len(c.ranks) for c in program.classes] in ([8 * 4095, 8], [8, 8 * 4095])
-    assert math.prod(n for _, n in program.mesh.axes) == 8 * 4096
-
-
 # ---- an encoder and a decoder --------------------------------------------------------------------
 
 T5 = PRESETS["t5-3b"]

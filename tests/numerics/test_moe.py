@@ -31,11 +31,9 @@ from stagewright.parallel.placement import strategy, zero_layouts
 from stagewright.program.columns import PHASES, TaskKind
 from stagewright.run.rules import check as check_run
 from stagewright.run.settings import Run
-from toys import MOE, TOYS
+from toys import MOE
 from toys import WITH_EXPERTS as MODELS
 
-SP: dict[str, Any] = {"sequence_parallel": True}
-GATHER: dict[str, Any] = {"moe_token_dispatcher_type": "allgather"}
 RUNS = {row["name"]: row["settings"] for row in rows_of("test_moe", "runs")}
 
 
@@ -287,17 +285,6 @@ def test_rows_are_rounded_up_to_what_ranks_share_evenly() -> None:
 
 
 # ---- whole programs ------------------------------------------------------------------------------
-
-
-def test_layers_of_both_kinds() -> None:
-    run = Run(model="dense first", seq_length=16, dp=2, ep=2, pp=2)
-    both = compile(run, TOYS["dense first"])
-    assert [label for label in both.blocks if label.startswith("layer")] == [
-        "layer dense",
-        "layer experts",
-    ]
-    dense, mixture = (c.tasks for c in both.program.classes)
-    assert (sum(dense.collective == 3), sum(mixture.collective == 3)) == (0, 2 * 6)
 
 
 def test_groups_of_ep_and_of_the_copies_of_experts() -> None:

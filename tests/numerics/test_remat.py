@@ -12,16 +12,13 @@ import pytest
 import stagewright as sw
 from helpers import cases, pairs, times
 from spmd import PLAIN, RandomLayouts, Spmd, case, check, single
-from stagewright.algebra.layout import Mesh
 from stagewright.blocks import Recipe
-from stagewright.graph.cost import flops
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.recompute import remat
 from stagewright.graph.roles import Role
 from stagewright.graph.shard import shard
 from stagewright.graph.verify import verify
 from stagewright.lower.blocks import SAVED
-from stagewright.lower.kernels.extent import extent_of
 
 Again = Callable[[Node], str | None]
 
@@ -59,12 +56,6 @@ def again(
     verify(graph)
     assert {*primal} | {*primal.values()} <= {*graph.nodes} | {*block.primal}
     return graph
-
-
-def all_of(model: str) -> Graph:
-    """Full recompute, as frameworks do it: the whole layer runs again."""
-    y = case(model, "layer").block.graph.outputs["y"]
-    return again(model, WHAT["all"], rerun=lambda n: n is y)
 
 
 def repeated(graph: Graph, phase: str = "recompute") -> dict[str, int]:
@@ -132,12 +123,6 @@ def test_what_runs_again(
     assert repeated(again(model, WHAT[what], recipe, rerun)) == expect
 
 
-def work(graph: Graph, phase: str, op: str = "") -> int:
-    c = case("llama", "layer")
-    extent = extent_of(c.sizes, Mesh(()))
-    return sum(int(flops(n, extent)) for n in graph if n.phase == phase and op in ("", n.op))
-
-
 def test_full_recompute_leaves_out_what_backward_does_not_need() -> None:
     graph = again("llama", WHAT["all"])
     forward, repeat = (
@@ -146,36 +131,6 @@ def test_full_recompute_leaves_out_what_backward_does_not_need() -> None:
     )
     # The last product and the sum after it: their results are needed by the next layer only.
     assert forward - repeat == {"mlp_out", "mlp_residual"}
-
-
-def test_rerun_repeats_all_of_forward() -> None:
-    graph = all_of("llama")
-    assert work(graph, "recompute") == work(graph, "forward")
-    assert work(graph, "backward", "einsum") == 2 * work(graph, "forward", "einsum")
-    computed = [
-        Counter(n.op for n in graph if n.phase == p and n.srcs) for p in ("forward", "recompute")
-    ]
-    assert computed[0] == computed[1]
-
-
-def test_copies_run_just_before_their_first_user() -> None:
-    graph = again("llama", WHAT["norms"])
-    at = {n: i for i, n in enumerate(graph)}
-    first_backward = min(i for n, i in at.items() if n.phase == "backward" and n.srcs)
-    copies = [n for n in graph if n.phase == "recompute"]
-    for n in copies:
-        users = [at[u] for u in graph if n in u.srcs]
-        assert at[n] > first_backward
-        between = graph.nodes[at[n] + 1 : min(users)]
-        assert all(m.phase == "recompute" or not m.srcs for m in between)
-
-
-def test_rerun_runs_before_backward() -> None:
-    graph = all_of("llama")
-    phases = [n.phase for n in graph if n.srcs and n.op != "identity"]
-    order = sorted(set(phases), key=phases.index)
-    assert order == ["forward", "recompute", "backward", "optimizer"]
-    assert phases == sorted(phases, key=order.index)
 
 
 def test_forward_keeps_less() -> None:

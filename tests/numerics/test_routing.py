@@ -16,9 +16,7 @@ import pytest
 
 from helpers import cases
 from invariants import check as check_invariants
-from stagewright import generate
 from stagewright.check.program import check_program
-from stagewright.check.verify import verify
 from stagewright.errors import UserError
 from stagewright.lower.assembly.assemble import assemble
 from stagewright.lower.assembly.lowered_block import StageBlock
@@ -37,8 +35,6 @@ from stagewright.run.settings import Run
 from toys import MOE
 
 M, X, BF16, COPIES = MOE.hidden_size, MOE.moe_ffn_hidden_size, 2, 16 * 2
-SP: dict[str, Any] = {"sequence_parallel": True}
-STAGES = {"dp": 4, "ep": 4, "pp": 2}
 LOADS = {"even": [1, 1, 1, 1], "one idle": [3, 1, 4, 0], "halves": [1, 3, 2, 2]}
 
 
@@ -306,24 +302,6 @@ def test_dense_models_have_no_experts_to_set(name: str) -> None:
 
 
 # ---- whole runs ----------------------------------------------------------------------------------
-
-
-def test_traces_are_sound_and_made_again(tmp_path: Path) -> None:
-    """Every rank's file has its own load; the manifest holds it, whatever becomes of the file."""
-    file = tmp_path / "load.csv"
-    file.write_text("5,1,2,4\n1,1,1,1\n")
-    asked = Run(model="moe", seq_length=16, dp=4, ep=4, pp=2, expert_load=str(file))
-    generate(compile(asked, MOE), tmp_path / "one")
-    report = verify(tmp_path / "one")
-    assert report.ok, report.findings
-    assert report.kinds > 4
-    file.unlink()
-    again = Run.load(tmp_path / "one" / "manifest.json")
-    assert "expert_load=..." in again.describe()
-    generate(compile(again, MOE), tmp_path / "two")
-    for rank in range(8):
-        one, two = (tmp_path / x / f"workload.{rank}.et" for x in ("one", "two"))
-        assert one.read_bytes() == two.read_bytes()
 
 
 def test_shares_are_exact() -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 
 from helpers import cases
@@ -30,10 +29,7 @@ from stagewright.parallel.degrees import parallelization
 from stagewright.program.columns import PHASES, TaskKind
 from stagewright.run.rules import check as check_run
 from stagewright.run.settings import Run
-from stagewright.time.durations import kernel_seconds
-from stagewright.time.hardware import resolve as hardware
 
-SP: dict[str, Any] = {"sequence_parallel": True}
 _DELTA = StateSpace(heads=32, head_width=128, state=128, groups=16, chunk=64, conv_bias=False)
 _PURE = {"mixers": ("gated_delta",), "state_space": _DELTA}
 DELTA = replace(PRESETS["mamba-2.8b"], name="delta", **_PURE)
@@ -76,14 +72,6 @@ def moved(name: str, settings: dict[str, Any]) -> Counter[str]:
         for n in graph
         if n.op in COLLECTIVE_OPS and not n.once and n.role is None
     )
-
-
-def each(count: int, *ops: str) -> dict[str, int]:
-    return {f"{phase} {op}": count for phase in ("forward", "backward") for op in ops}
-
-
-# Megatron-LM's sequence parallelism: the input is gathered again for the gradients of weights.
-GATHERED = each(1, "all_gather tp", "reduce_scatter tp") | {"backward all_gather tp": 2}
 
 
 @cases
@@ -269,26 +257,3 @@ def test_the_plain_scan_holds_its_states() -> None:
 
 
 # ---- whole programs ------------------------------------------------------------------------------
-
-
-def test_kinds_of_layers_are_labelled() -> None:
-    run = {"tp": 4, "cp": 2, "pp": 2, "layers": 12, "seq_length": 256}
-    blocks = compile_run(Run(model="nemotron-h-8b", **run)).blocks
-    assert {b for b in blocks if b.startswith("layer")} == {
-        "layer mamba2 none",
-        "layer none dense",
-        "layer global none",
-    }
-
-
-def test_chunk_kernels_run_at_the_measured_rate_of_recurrences() -> None:
-    """Slower than products, which they are made of."""
-    compiled = compile_run(Run(model="mamba2-2.7b", seq_length=8192, layers=1))
-    t = compiled.program.classes[0].tasks
-    (row,) = [i for i in range(len(t)) if t.ops[t.op[i]] == "linear_attention_bwd"]
-    on = hardware("h100-sxm")
-    seconds = kernel_seconds(t, np.array([row]), on)[0]
-    products = t.flops[row] / (on.peak_bf16_tflops * 1e12)
-    assert on.recurrence_tflops
-    assert seconds == pytest.approx(t.flops[row] / (on.recurrence_tflops * 1e12))
-    assert seconds > products

@@ -688,13 +688,6 @@ def test_ranks_of_a_part_that_do_not_go_in_step(tmp_path: Path):
     assert report.kinds == 3
 
 
-def test_ranks_that_only_compute(tmp_path: Path):
-    w = simple(3, {})
-    for rank in range(3):
-        kernel(w[rank], kernel(w[rank]))
-    assert verify(w.save(tmp_path / "w")).findings == []
-
-
 def test_same_bytes_on_wrong_groups(tmp_path: Path):
     """A trace that names one group where the first of its kind names two is read by itself."""
     w = simple(4, {"1": [0, 1], "2": [2, 3], "3": [0, 2], "4": [1, 3]})

@@ -7,7 +7,6 @@ the framework's own defaults is printed, and what it has no flag for is said.
 import random
 import re
 import shlex
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,6 @@ from stagewright.api.experiments import load_experiment
 from stagewright.errors import UserError
 from stagewright.run import tool_files
 from stagewright.run.experiment import Experiment
-from stagewright.run.pipeline_split import layout_split
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
@@ -130,8 +128,6 @@ def megatron(*args, **settings):
 def torchtitan(*args, **settings):
     return options(lines("torchtitan", *args, **settings))
 
-
-EVERYTHING = table_of("test_flags", "everything")
 
 # ---- rules that hold for any run -----------------------------------------------------------------
 
@@ -267,12 +263,6 @@ def test_flags_alone_are_a_file(tmp_path):
         load_experiment(path)
 
 
-def test_a_pipeline_without_flags_is_said():
-    for tool in ("deepspeed", "accelerate"):
-        found = candidates("llama3-8b", tp=1, pp=2, dp=2, zero=1)
-        assert "without pp=2 the file is of 2 GPUs, not of 4: take --pp 1" in notes(found, 0, tool)
-
-
 @pytest.mark.parametrize("tool", TOOLS)
 def test_what_is_written_is_read_as_the_same_run(tool, tmp_path):
     """A file with the flags of a run has its settings, but for those said to have no flag."""
@@ -330,15 +320,6 @@ def test_every_setting_is_a_flag_or_said_to_have_none():
 # ---- Megatron-LM ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("zero", range(4))
-def test_megatron_shards(zero):
-    named = megatron(**EVERYTHING, zero=zero)
-    assert ("--use-distributed-optimizer" in named) == (zero == 1)
-    assert ("--use-megatron-fsdp" in named) == (zero > 1)
-    assert named.get("--ckpt-format") == (["fsdp_dtensor"] if zero > 1 else None)
-    assert megatron(dp=8, zero=1, dp_shard=4)["--num-distributed-optimizer-instances"] == ["2"]
-
-
 def test_what_megatron_leaves_off_by_default_is_turned_on():
     named = megatron(dp=4, ep=4, zero=1)
     assert named["--moe-token-dispatcher-type"] == ["alltoall"]
@@ -355,34 +336,6 @@ def test_what_megatron_leaves_off_by_default_is_turned_on():
     assert "--moe-token-dispatcher-type" not in of_gpt2
 
 
-def test_megatron_overlaps_what_was_timed_so():
-    assert "--overlap-grad-reduce" not in megatron("llama3-8b")
-    assert "--overlap-grad-reduce" in megatron("llama3-8b", cp=2)
-    waits = Execution(no_overlap=frozenset({"dp"}), overlap_param_gather=True)
-    found = lines("megatron", "llama3-8b", waits, dp=4, zero=1)
-    assert not {"--overlap-grad-reduce", "--overlap-param-gather"} & {*found}
-    assert any(line.startswith("# overlap_param_gather=True has no flag: ") for line in found)
-    found = lines("megatron", "llama3-8b", waits, dp=4, zero=3)
-    assert any(line.startswith("# no_overlap=dp has no flag: Megatron-FSDP") for line in found)
-    waits = Execution(no_overlap=frozenset({"pp", "tp", "cp"}))
-    found = lines("megatron", "llama3-8b", waits, pp=4, vpp=2, tp=2)
-    assert "--no-overlap-p2p-communication" in found
-    assert "# no_overlap=tp has no flag" in found
-    assert not any("no_overlap=cp" in line for line in found)  # cp is 1
-    assert not any("overlap" in line for line in lines("megatron", "llama3-8b", waits, pp=4))
-
-
-@cases
-def test_uneven_stages_are_a_layout_of_megatron(settings, layout):
-    found = candidates("llama3-8b", **settings)
-    named = options(flags(found, 0, "megatron"))
-    assert named.get("--pipeline-model-parallel-layout") == (layout and [layout])
-    assert "--num-virtual-stages-per-pipeline-rank" not in named
-    if layout:  # and it is read again as it was meant
-        run = found.run(0).resolved(found.model)
-        assert layout_split(layout, run.pp) == (run.vpp, run.layers_per_stage)
-
-
 def test_layouts_have_the_layers_that_predict_more_tokens():
     named = megatron("deepseek-v3", pp=2, mtp_num_layers=1)
     assert named["--pipeline-model-parallel-layout"] == ["Et*31|t*30mL"]
@@ -393,20 +346,6 @@ def test_patterns_of_layers_say_their_stages_themselves():
     found = lines("megatron", "nemotron-h-8b", pp=4, vpp=2)
     assert any("--hybrid-layer-pattern" in line for line in found if line[0] == "#")
     assert not any("pipeline-model-parallel-layout" in line for line in found)
-
-
-def test_megatron_recomputes_what_was_timed_so():
-    assert megatron("llama3-8b", recompute="full")["--recompute-method"] == ["uniform"]
-    named = megatron("llama3-8b", recompute="full", recompute_num_layers=3)
-    assert named["--recompute-method"] == ["block"]
-    assert named["--recompute-num-layers"] == ["3"]
-    modules: dict[str, Any] = {"recompute": "selective"}
-    modules["recompute_modules"] = ("norm", "moe_act", "moe")
-    assert megatron(**modules)["--recompute-modules"] == ["layernorm", "moe_act", "moe"]
-    modules["recompute_modules"] = ("norm", "activation")
-    found = lines("megatron", "llama3-8b", **modules)
-    assert "--recompute-modules layernorm" in found
-    assert "# recompute_modules=activation has no flag" in found
 
 
 def test_megatron_captures_graphs():
@@ -423,42 +362,6 @@ def test_megatron_captures_graphs():
 # ---- torchtitan ----------------------------------------------------------------------------------
 
 
-def test_torchtitan_counts_in_tokens():
-    settings = {**EVERYTHING, "framework": "torchtitan", "etp": 1, "recompute": "full", "zero": 3}
-    found = lines("torchtitan", how=Execution(tp_comm_overlap=True), **settings, dp_shard=4)
-    known = {name: values[0] for name, values in options(found).items() if values}
-    assert known["--activation_checkpoint"] == "FullAC.Config()"
-    words = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "num_pp_microbatches")
-    assert [known[f"--parallelism.{word}"] for word in words] == ["2", "4", "32"]
-    assert known["--training.num_tokens_per_microbatch_per_dp_rank"] == str(2 * 8192)
-    assert known["--training.num_tokens_per_train_step"] == str(512 * 8192)
-    assert known["--parallelism.fsdp_reshard_after_forward"] == "always"  # with pp: never
-    assert "# cp_comm_type=a2a has no flag" in found
-
-
-def test_torchtitan_shards_all_or_nothing():
-    named = torchtitan(tp=2, dp=4, framework="torchtitan", zero=0)
-    assert named["--parallelism.data_parallel_replicate_degree"] == ["4"]
-    assert named["--parallelism.enable_sequence_parallel"] == ["False"]
-    for settings in ({"dp": 4, "zero": 1}, {"dp": 4, "zero": 2}, {"cp": 2, "zero": 0}):
-        found = lines("torchtitan", "llama3-8b", framework="torchtitan", **settings)
-        said = [line for line in found if "zero=" in line]
-        assert len(said) == 1
-        assert "has no flag: " in said[0]
-        assert "; take --zero " in said[0]
-    found = lines("torchtitan", framework="torchtitan", dp=4, ep=4, zero=0)
-    assert any(line.startswith("# ep=4 has no flag: ") for line in found)
-
-
-@cases
-def test_torchtitan_runs_the_schedule(settings, schedule):
-    found = lines("torchtitan", "llama3-8b", framework="torchtitan", **settings)
-    said = options(found).get("--parallelism.pipeline_parallel_schedule")
-    assert said == (schedule and [schedule])
-    asks = settings.get("schedule")
-    assert (f"# schedule={asks} has no flag" in found) == bool(asks and not schedule)
-
-
 def test_torchtitan_splits_layers_as_the_run():
     less = "--parallelism.pipeline_parallel_first_stage_less_layers"
     assert torchtitan("llama3-8b", pp=4)[less] == ["0"]
@@ -466,38 +369,6 @@ def test_torchtitan_splits_layers_as_the_run():
     assert less not in torchtitan("llama3-8b")
     found = lines("torchtitan", "llama3-8b", pp=2, layers_per_stage=(15, 17))
     assert "# layers_per_stage=15,17 has no flag" in found
-
-
-@pytest.mark.parametrize(
-    ("settings", "mode", "compiled", "missing"),
-    [
-        ({"framework": "torchtitan"}, None, False, {"launch_mode"}),
-        ({"framework": "torchtitan"}, "eager", False, set()),
-        ({"framework": "torchtitan"}, "compile", True, {"operators", "fuse"}),
-        ({"framework": "torchtitan", "operators": "fused", "fuse": True}, None, True, set()),
-        ({"framework": "torchtitan", "operators": "fused"}, "eager", False, {"operators"}),
-        ({}, None, True, set()),
-        ({}, "eager", False, {"operators", "fuse"}),
-        ({}, "blocking", False, {"operators", "fuse", "launch_mode"}),
-    ],
-)
-def test_torchtitan_compiles_what_was_timed_as_fused(settings, mode, compiled, missing):
-    found = candidates("llama3-8b", Execution(launch_mode=mode), **settings)
-    named = options(stripped(found, "torchtitan"))
-    assert named["--compile.enable"] == [str(compiled)]
-    said = [line for line in notes(found, 0, "torchtitan") if "no flag" in line]
-    names = {*said[0].split(": ")[1].split(", ")} if said else set()
-    assert names == missing
-    assert named["--training.disable_cuda_graphs"] == ["True"]
-
-
-def test_torchtitan_captures_whole_steps():
-    how = Execution(launch_mode="cuda_graph")
-    named = torchtitan("llama3-8b", how, "torchtitan", operators="fused", fuse=True)
-    assert named["--training.disable_cuda_graphs"] == ["False"]
-    assert named["--compile.enable"] == ["True"]
-    found = lines("torchtitan", "llama3-8b", how, "torchtitan", pp=2)
-    assert "config.training.disable_cuda_graphs = True" in found
 
 
 # ---- what is said beside -------------------------------------------------------------------------

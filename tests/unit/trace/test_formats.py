@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -326,25 +325,6 @@ def error_or_nodes(path: Path) -> str | int:
         return str(error)
 
 
-@pytest.mark.numerics
-def test_truncated_anywhere(tmp_path: Path):
-    whole = chakra.encode(example_program(), 0, PROVENANCE)
-    path = tmp_path / "cut.et"
-    path.write_bytes(whole)
-    nodes = len(everything(path))
-    complete = 0
-    for end in range(len(whole)):
-        path.write_bytes(whole[:end])
-        found = error_or_nodes(path)
-        if isinstance(found, str):
-            assert str(path) in found
-            assert "byte" in found or not end
-        else:
-            assert found < nodes
-            complete += 1
-    assert complete == nodes  # cut after the metadata, or after any node but the last
-
-
 @given(st.binary(max_size=200), st.booleans())
 def test_arbitrary_bytes_give_an_error_or_nodes(
     tmp_path_factory: pytest.TempPathFactory, data: bytes, start: bool
@@ -353,33 +333,6 @@ def test_arbitrary_bytes_give_an_error_or_nodes(
     path.write_bytes((chakra.metadata(PROVENANCE) if start else b"") + data)
     found = error_or_nodes(path)
     assert isinstance(found, int) or str(path) in found
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "empty"),
-        (gzip.compress(b"trace", mtime=0), "gunzip"),
-        (b"\xff" * 20, "byte 0: not the length of a message"),
-        (b"\xff\xff\xff\xff\x0f" + b"x", "byte 0: a message of 4294967300 bytes with its length"),
-        (b"\x00" + b"\x00" * 8, "byte 1: an empty message where a node was expected"),
-        (b"\x00" + b"\x02\x12\x7f", "byte 2: no valid Node"),
-        (b"\x00" + b"\x03\x12\x01\xff", "byte 2: no valid Node"),
-        (b"\x00" + b"\x80", "byte 1: the file ends within a message or its length"),
-    ],
-)
-def test_damage_is_named(tmp_path: Path, data: bytes, message: str):
-    path = tmp_path / "bad.et"
-    path.write_bytes(data)
-    with pytest.raises(UserError, match=message):
-        everything(path)
-
-
-def test_not_a_file(tmp_path: Path):
-    with pytest.raises(UserError, match="No such file"):
-        TraceReader(tmp_path / "none.et")
-    with pytest.raises(UserError, match="not a file"):
-        TraceReader(tmp_path)
 
 
 def test_values_of_others_attributes():
