@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import DATA, cases
+from helpers import cases
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.model.catalog import resolve
@@ -40,19 +40,8 @@ LEARNED = ModelConfig(**SIZES | {"position": "learned"})
 ENCODER = ModelConfig(**SIZES | {"causal": False, "encoder": True})
 
 
-CSV = DATA / "schedules"
-
-
 def run(**settings: Any) -> Run:
     return Run(model="toy", **settings)
-
-
-def test_sizes_follow_from_the_degrees():
-    of = run(tp=2, cp=3, dp=4, pp=5, vpp=2, micro_batch_size=2, global_batch_size=80)
-
-    assert of.world_size == 120
-    assert of.microbatches == 10
-    assert of.virtual_stages == 10
 
 
 def test_microbatches_pass_through_chunks_in_groups_as_in_the_framework():
@@ -64,10 +53,6 @@ def test_microbatches_pass_through_chunks_in_groups_as_in_the_framework():
     assert run(**of, framework="torchtitan").microbatch_group == 5
     assert run(**of | {"global_batch_size": 9}, framework="torchtitan").microbatch_group is None
     assert run(**of, framework="torchtitan", schedule="zb-h1").microbatch_group is None
-
-
-def test_as_many_microbatches_as_stages_unless_told():
-    assert run(pp=4, dp=2, micro_batch_size=3).microbatches == 4
 
 
 def test_resolved_fills_in_the_defaults():
@@ -87,18 +72,6 @@ def test_asked_takes_back_what_resolved_filled_in():
     assert of.resolved(TOY).describe() == "toy dp=2 pp=4 seq_length=64 vpp=2 zero=1"
 
 
-def test_asked_keeps_what_was_meant():
-    of = run(pp=2, zero=1, dp=4, dp_shard=2, schedule="gpipe", layers_per_stage=(7, 9))
-
-    assert of.unresolved() == of
-
-
-def test_resolved_keeps_what_is_given():
-    of = run(seq_length=100, global_batch_size=7, schedule="gpipe", layers_per_stage=(16,))
-
-    assert of.resolved(TOY) == of
-
-
 def test_state_is_sharded_over_all_of_dp_unless_told():
     assert run(dp=4).resolved(TOY).dp_shard is None
     assert run(dp=4, zero=1).resolved(TOY).dp_shard == 4
@@ -109,14 +82,6 @@ def test_long_models_are_not_trained_at_full_length_unless_told():
     assert run().resolved(resolve("llama3.1-8b")).seq_length == 8192
 
 
-def test_describe_names_what_differs():
-    of = run(tp=2, fuse=False, zero=3, sequence_parallel=True, recompute_modules=("norm",))
-
-    assert of.describe() == (
-        "toy tp=2 no fuse recompute_modules=norm sequence_parallel zero=3"
-    )  # the degrees first, then by name
-
-
 @given(st.integers(1, 200), st.integers(1, 64))
 def test_even_split(layers: int, stages: int):
     split = even_split(layers, stages)
@@ -125,23 +90,6 @@ def test_even_split(layers: int, stages: int):
     assert len(split) == stages
     assert max(split) - min(split) <= 1
     assert list(split) == sorted(split, reverse=True)
-
-
-def test_a_run_cannot_be_changed():
-    with pytest.raises(ValueError, match="frozen"):
-        run().tp = 2  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("value", [True, "8", 2.0, 0, -1, 2**31 + 1, None])
-def test_degrees_are_positive_whole_numbers(value: object):
-    with pytest.raises(UserError, match="tp"):
-        run(tp=value)
-
-
-@pytest.mark.parametrize("value", [1, "yes", None])
-def test_flags_are_true_or_false(value: object):
-    with pytest.raises(UserError, match="fuse"):
-        run(fuse=value)
 
 
 def test_declarations_contradict_nothing():
@@ -156,42 +104,6 @@ def test_declarations_contradict_nothing():
 
 
 # ---- what can be done ----------------------------------------------------------------------------
-
-GOOD: list[dict[str, Any]] = [
-    {},
-    {"tp": 24},  # more than the key/value heads
-    {"tp": 24},  # three ranks hold the same key-value head
-    {"tp": 8, "sequence_parallel": True},
-    {"pp": 3},  # 6, 5 and 5 layers
-    {"pp": 3, "vpp": 2, "global_batch_size": 6},
-    {"pp": 4, "layers_per_stage": (0, 8, 8, 0)},
-    {"pp": 4, "vpp": 2, "layers_per_stage": (1, 2, 2, 2, 2, 2, 2, 3)},
-    {"pp": 4, "schedule": "gpipe", "global_batch_size": 3},
-    {"pp": 4, "vpp": 2, "schedule": f"{CSV}/torch-interleaved-pp4-vpp2-m8.csv"}
-    | {"global_batch_size": 8},
-    {"cp": 8},
-    {"cp": 4, "cp_comm_type": "a2a", "seq_length": 4},
-    {"tp": 4, "cp": 4, "sequence_parallel": True, "seq_length": 16},
-    {"dp": 4, "zero": 3, "dp_shard": 2, "reshard_after_forward": False},
-    {"zero": 1},  # nothing to shard over: no harm
-    {"sequence_parallel": True},  # likewise: a sweep over tp sets it
-    {"recompute": "selective", "recompute_modules": ("norm", "activation")},
-    {"recompute": "full", "recompute_num_layers": 1},
-    {"order": "pp-dp-tp-ep-cp"},
-    {"layers": 2, "pp": 2},
-    {"vocab": 50257, "tp": 2, "make_vocab_size_divisible_by": 128},
-    {"dp": 2**20},
-]
-
-
-@pytest.mark.parametrize("settings", GOOD, ids=str)
-def test_check_lets_pass(settings: dict[str, Any]):
-    check(run(**settings), TOY)
-    check(run(**settings).resolved(TOY), TOY)
-
-
-def test_an_encoder_needs_no_causal_balance():
-    check(run(cp=3, seq_length=3), ENCODER)
 
 
 def test_rotary_positions_may_be_exceeded_and_learned_ones_not():
@@ -209,11 +121,6 @@ def test_check_refuses(settings: dict[str, Any], message: str):
         check(run(**settings), TOY)
 
     assert str(caught.value) == message.replace("<schedules>", ", ".join(SCHEDULES))
-
-
-def test_check_refuses_what_was_resolved_as_well():
-    with pytest.raises(UserError, match="makes 4 stages, but toy has 3 layers"):
-        check(run(layers=3, pp=4).resolved(TOY), TOY)
 
 
 def test_a_schedule_gets_the_microbatches_it_needs():
@@ -273,12 +180,6 @@ def test_load_reads_every_kind_of_setting(run_file: Callable[[str], Path]):
     )
 
 
-def test_what_is_given_replaces_what_the_file_says(run_file: Callable[[str], Path]):
-    path = run_file("model: toy\ntp: 8\ndp: 2\n")
-
-    assert Run.load(path, {"tp": 4, "model": "other"}) == Run(model="other", tp=4, dp=2)
-
-
 def test_a_list_may_be_given_as_text(run_file: Callable[[str], Path]):
     text = "model: toy\nrecompute: selective\nrecompute_modules: norm\nlayers_per_stage: 9,7\n"
     run = Run.load(run_file(text))
@@ -287,10 +188,6 @@ def test_a_list_may_be_given_as_text(run_file: Callable[[str], Path]):
         "dp",
         "tp",
     }
-
-
-def test_load_without_a_file():
-    assert Run.load(None, {"model": "toy", "tp": 2}) == run(tp=2)
 
 
 def test_a_manifest_is_a_run_file(tmp_path: Path):
@@ -302,24 +199,12 @@ def test_a_manifest_is_a_run_file(tmp_path: Path):
     assert Run.load(path, {"tp": 4}).tp == 4
 
 
-def test_a_manifest_may_be_changed(tmp_path: Path):
-    path = tmp_path / "manifest.json"
-    of = run(pp=2).resolved(TOY)
-    path.write_text(json.dumps({"stagewright": "0.1.0", "run": of.model_dump(), "model": {}}))
-
-    assert Run.load(path, {"pp": 4, "dp": 2}) == run(pp=4, dp=2, seq_length=4096)
-
-
 def test_a_manifest_brings_its_model(tmp_path: Path):
     path = tmp_path / "manifest.json"
     fields = {name: getattr(LEARNED, name) for name in LEARNED.__dataclass_fields__}
     path.write_text(json.dumps({"stagewright": "0.1.0", "run": {"model": "x"}, "model": fields}))
 
     assert load_model(path) == LEARNED
-
-
-def test_a_run_file_brings_no_model(run_file: Callable[[str], Path]):
-    assert load_model(run_file("model: toy\n")) is None
 
 
 def test_a_run_file_may_be_grouped_by_section(run_file: Callable[[str], Path]):
@@ -329,12 +214,6 @@ def test_a_run_file_may_be_grouped_by_section(run_file: Callable[[str], Path]):
 
     assert Run.load(path) == run(layers=4, tp=8, zero=1, micro_batch_size=2)
     assert Run.load(path).section(ParallelismSection) == ParallelismSection(tp=8, zero=1)
-
-
-def test_names_of_other_tools_are_understood(run_file: Callable[[str], Path]):
-    path = run_file("model: toy\ntensor_model_parallel_size: 8\nrecompute_granularity: full\n")
-
-    assert Run.load(path) == run(tp=8, recompute="full")
 
 
 @cases
@@ -381,18 +260,6 @@ def test_load_refuses(run_file: Callable[[str], Path], text: str, message: str):
         Run.load(path)
 
     assert str(caught.value) == message.format(path=path)
-
-
-def test_a_file_is_not_blamed_for_what_was_given(run_file: Callable[[str], Path]):
-    with pytest.raises(UserError, match=r"^tp is 0, wanted 1 or more$"):
-        Run.load(run_file("model: toy\ntp: 8\n"), {"tp": 0})
-
-
-def test_load_without_the_file(tmp_path: Path):
-    with pytest.raises(
-        UserError, match=r": cannot be read: No such file or directory; wanted a run file"
-    ):
-        Run.load(tmp_path / "none.yaml")
 
 
 @pytest.mark.parametrize(
@@ -451,11 +318,6 @@ def test_torchtitan_counts_the_ends_as_layers(layers: int, stages: int, split: t
     check(of, TOY)
 
 
-@cases
-def test_nanotron_splits_by_compute(model: str, pp: int, split: tuple[int, ...]):
-    assert compute_split(resolve(model), pp) == split
-
-
 def test_a_split_by_compute_follows_from_the_model():
     of = run(pp=4, pipeline_split="compute", seq_length=64)
     resolved = of.resolved(TOY)
@@ -479,13 +341,6 @@ def test_a_split_by_compute_may_leave_ranks_between_others_without_layers():
     assert len(compile(of, model).program.classes) == 8
     with pytest.raises(UserError, match="leaves stage 5 without layers"):
         check(Run(model="llama3.2-1b", layers_per_stage=split, **settings), model)
-
-
-@cases
-def test_keywords_are_refused_as_options_are(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError) as caught:
-        Run(model="llama3-8b", **settings)
-    assert str(caught.value) == said
 
 
 def test_hardware_beside_the_run_file_is_found(tmp_path: Path) -> None:

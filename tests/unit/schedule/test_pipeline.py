@@ -560,52 +560,18 @@ def test_unknown_kind_and_negative_numbers_are_errors() -> None:
         validate(((*order_of("0F0 0B0")[0], Action(0, "F", -1)),), 1, 1)
 
 
-def test_deadlock_between_ranks_is_explained() -> None:
-    order = order_of("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
+@cases
+def test_deadlocks_are_explained(rows: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError) as caught:
-        play(order, SLOTS)
-    assert str(caught.value) == (
-        "deadlock in the pipeline order: rank 0 waits at 0B0 for 1B0, which rank 1 has not "
-        "reached: it waits at 1F1 for 0F1, which rank 0 has not reached; move 0F1 before 0B0 on "
-        "rank 0"
-    )
+        play(order_of(*rows), SLOTS)
+    assert str(caught.value) == f"deadlock in the pipeline order: {message}"
 
 
-def test_the_circle_is_told_without_those_who_wait_outside_it() -> None:
-    order = order_of("0F0 0B0", "1F0 1B0", "2B0 2F0")
-    with pytest.raises(UserError) as caught:
-        validate(order, 3, 1)
-    assert str(caught.value) == (
-        "deadlock in the pipeline order: rank 2 waits at 2B0 for 2F0, which comes later on the "
-        "same rank; move 2F0 before 2B0 on rank 2"
-    )
-
-
-def test_a_circle_through_the_chunks_is_cut_short() -> None:
-    def circle(ranks: int) -> str:
-        rows = [f"{ranks + r}F0 {r}F0 {r}B0 {ranks + r}B0" for r in range(ranks)]
-        with pytest.raises(UserError) as caught:
-            validate(order_of(*rows), 2 * ranks, 1)
-        return str(caught.value)
-
-    assert circle(3) == (
-        "deadlock in the pipeline order: rank 2 waits at 5F0 for 4F0, which rank 1 cannot start: "
-        "it waits for 3F0, which rank 0 cannot start: it waits for 2F0, which rank 2 has not "
-        "reached; move 2F0 before 5F0 on rank 2"
-    )
-    assert circle(20).endswith(
-        ", which rank 14 cannot start: it waits for 33F0, and so on round 20 ranks; "
-        "move 19F0 before 39F0 on rank 19"
-    )
-
-
-def test_a_wait_for_work_that_nobody_does_is_explained() -> None:
-    with pytest.raises(UserError) as caught:
-        play(order_of("0F0 0B0", "1F0"), SLOTS)
-    assert str(caught.value) == (
-        "deadlock in the pipeline order: rank 0 waits at 0B0 for 1B0, which no rank runs; "
-        "add 1B0 to the rank that holds stage 1"
-    )
+def test_a_long_circle_is_cut_short() -> None:
+    rows = [f"{20 + r}F0 {r}F0 {r}B0 {20 + r}B0" for r in range(20)]
+    message = "cannot start: it waits for 33F0, and so on round 20 ranks; move 19F0 before 39F0"
+    with pytest.raises(UserError, match=message):
+        validate(order_of(*rows), 40, 1)
 
 
 WANTED = "wanted stage, kind (F, B, I or W) and microbatch, such as 2F0; correct it"
