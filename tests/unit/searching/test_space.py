@@ -168,77 +168,31 @@ def test_the_default_space_of_experts_runs():
     assert len(rows) > 100
 
 
-@pytest.mark.parametrize(
-    ("axes", "said"),
-    [
-        ({"tp": (3,)}, "the only combination cannot be run: 8 GPUs are not a multiple of"),
-        ({"tp": (8,)}, "tp=8 does not divide the 12 attention heads of gpt2"),
-        ({"zero": (4,)}, "zero is 4, wanted at most 3"),
-        ({"batch_size": (4,)}, "batch_size is a setting of inference"),
-        ({"model": ("gpt2", "gpt2-xl")}, "model is not searched over, got a list of 2 values"),
-        ({"prefetch": (-1,)}, "prefetch is -1, wanted 0 or more"),
-        (
-            {
-                "seq_length": range(1, 501),
-                "memory_allowance": range(10**6, 10**6 + 500),
-                "device_memory": range(10**6, 10**6 + 501),
-            },
-            "the space has about 1.3e.08 candidates, wanted at most 30,000,000",
-        ),
-    ],
-)
+@cases
 def test_spaces_that_are_refused(axes: dict[str, Any], said: str):
     with pytest.raises(UserError, match=said):
         space(axes).enumerate()
 
 
-@pytest.mark.parametrize(
-    ("kind", "value", "said"),
-    [
-        (int, "1:nan", "wanted a whole number"),
-        (float, "nan", "wanted a finite number"),
-        (float, [float("inf")], "wanted a finite number"),
-        (int, "8:1", "runs backwards"),
-        (int, "0:8:x2", "never ends"),
-        (int, "1:8:0", "never ends"),
-        (float, "0.5:1", "needs a step"),
-        (int, "1:1000000000", "holds 1,000,000,000 values"),
-        (float, "1:1e308:1e-300", "holds endless values, wanted at most 10,000"),
-        (int, "1_0", "got '1_0', wanted a whole number"),
-        (float, "٢", "wanted a number"),
-        (int, "", "the list is empty"),
-        (int, [], "the list is empty"),
-        (int, "1:2:3:4", "cannot read"),
-        (int, "4,,8", "x: got '4,,8', in which an entry is empty; wanted values such as 1,2,4"),
-        (int, "4,", "in which an entry is empty"),
-        (int, [[1, 2], [3]], r"x: got \[1, 2\], a list within a list; wanted one list"),
-        (("none", "full"), "full,,none", "is empty; wanted words with commas .*: none, full"),
-        (tuple, "12,/12", "is empty; wanted lists with / .* such as 9,7/8,8, and none for"),
-        (tuple, "/", "got '/', in which an entry is empty"),
-        (frozenset, "dp,none", "none as one of several; .* dp/tp,dp, and none for an empty one"),
-        (bool, "", "the list is empty, wanted on, off, or on,off"),
-        (bool, "maybe", "wanted on or off"),
-        (dict, "5=1.2", "takes no list"),
-    ],
-)
-def test_lists_that_are_refused(kind: type, value: object, said: str):
+def test_a_space_that_is_too_large_is_refused():
+    bytes_ = range(10**6, 10**6 + 500)
+    axes = {"seq_length": range(1, 501), "memory_allowance": bytes_, "device_memory": bytes_}
+    with pytest.raises(UserError, match=r"about 1.2e.08 candidates, wanted at most 30,000,000"):
+        space(axes).enumerate()
+
+
+@cases
+def test_lists_that_are_refused(kind: str, value: object, said: str):
+    kinds: dict[str, Any] = {of.__name__: of for of in (int, float, bool, tuple, frozenset, dict)}
+    value = [*map(list, value[:1]), *value[1:]] if isinstance(value, tuple) and value else value
     with pytest.raises(UserError, match=said):
-        values_of(kind, value, "x")
+        values_of(kinds.get(kind, ("none", "full")), value, "x")
 
 
-def test_figures_that_no_hardware_has():
-    with pytest.raises(UserError, match="neither a setting nor a figure of h100-sxm"):
-        varied(H100, {"memory.tb": "1,2"})
-    with pytest.raises(UserError, match=r"memory.gb: got -1, wanted a number greater than 0"):
-        varied(H100, {"memory.gb": "-1"})
-    with pytest.raises(UserError, match="wanted a whole number"):
-        varied(H100, {"scale_up.gpus": "8.5"})
-    with pytest.raises(UserError, match=r"got none, wanted numbers; .* say 80"):
-        varied(H100, {"memory.gb": "none,96"})
-    with pytest.raises(UserError, match=r"did you mean 'memory.gb'\? See `stagewright hardware"):
-        varied(H100, {"memory.xx": "80"})
-    with pytest.raises(UserError, match="memory_gb is given twice, also as --vary memory"):
-        varied(H100, {"memory.gb": "80", "memory_gb": "96"})
+@cases
+def test_figures_that_no_hardware_has(given: dict[str, str], said: str):
+    with pytest.raises(UserError, match=said):
+        varied(H100, given)
 
 
 @cases
