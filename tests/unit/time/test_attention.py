@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from stagewright.time.durations import kernel_seconds
+from stagewright.time.durations import kernel_seconds, task_seconds
 from stagewright.time.hardware import resolve
+from stagewright.time.network import Machine
 from stagewright.time.roofline import QUERIES, attention_seconds
 
 HEADS, WIDTH, TOKENS = 16, 128, 16_384
@@ -56,3 +57,20 @@ def test_products_of_heads_that_are_not_aligned_wait(heads: int, width: int, ali
     assert a100.unaligned_heads_tflops
     assert (rate > 4 * a100.unaligned_heads_tflops).all() == aligned
     assert aligned or rate == pytest.approx(a100.unaligned_heads_tflops)
+
+
+# ---- chunked recurrences, at the speed that hardware reaches in them -----------------------------
+
+
+@pytest.mark.parametrize(("name", "tflops"), [("h200", 34.7), ("gb200-nvl72", 42.8)])
+def test_a_recurrence_runs_at_its_speed_and_not_at_that_of_products(
+    name: str, tflops: float
+) -> None:
+    run = sw.Run(model="mamba2-1.3b", layers=1, seq_length=4096, micro_batch_size=4)
+    (of,) = sw.compile(run).program.classes
+    (seconds,) = task_seconds(sw.compile(run).program, Machine.of(resolve(name), gpus=1))
+    kernels = [shape.kernel for shape in of.tasks.shapes]
+    mine = np.array([*(k.startswith("linear_attention") for k in kernels), False])[of.tasks.shape]
+    assert mine.sum() == 2
+    found = of.tasks.flops[mine] / seconds[mine] / 1e12
+    assert found == pytest.approx(tflops, rel=1e-6)
