@@ -75,7 +75,7 @@ Qwen2.5 was trained for longer sequences than its instruct sibling states."""
 ALONE = {"all-minilm-l6-v2", "phi-4-mini-instruct"}  # published files without a preset
 
 LANGUAGE = {name for name, c in PRESETS.items() if not (c.vision or c.tower)}
-"""The others are in tests/numerics/test_images.py."""
+"""The others are in tests/numerics/test_flops.py."""
 
 
 ACTIVE = {row["model"]: row for row in rows_of(TABLES / "active.csv")}
