@@ -31,7 +31,7 @@ import numpy as np
 
 from fit_kernels import Constants, block, fit, held_out, sample, told
 from stagewright.arrays import Float
-from stagewright.evidence.kernels import ITEM, ExpertMLP, fused_experts_seconds
+from stagewright.evidence.kernels import ITEM, MXFP4, ExpertMLP, fused_experts_seconds
 from stagewright.time.hardware import ExpertFit, Hardware, resolve
 from stagewright.time.roofline import Kernels, gemm_seconds, training_attention_seconds
 
@@ -124,7 +124,14 @@ def products_predicted(on: Hardware, key: str, constants: Constants, sizes: Floa
     )  # fmt: skip
 
 
-EXPERTS = {"bf16": "bfloat16", "fp8": "float8", "fp4": "float4"}
+EXPERTS = {
+    "bf16": ("bfloat16", "bfloat16"),
+    "fp8": ("float8", "float8"),
+    "fp4": ("float4", "float4"),
+    "mxfp4": ("float8", "float4"),
+}
+"""Data types of inputs and of weights. AITER casts the inputs of gpt-oss, whose weights alone are
+in mxfp4, to mxfp8 (`fused_moe` of aiter/fused_moe.py; up to 256 tokens they stay in bf16)."""
 
 
 def experts(checkout: Path, hardware: str, key: str) -> Table:
@@ -132,12 +139,12 @@ def experts(checkout: Path, hardware: str, key: str) -> Table:
     rows = [
         row
         for row in tables_of(checkout, "fmoe", hardware)
-        if EXPERTS[key] in row["q_dtype_a"] and EXPERTS[key] in row["q_dtype_w"]
+        if EXPERTS[key][0] in row["q_dtype_a"] and EXPERTS[key][1] in row["q_dtype_w"]
     ]
     names = ("token", "model_dim", "inter_dim", "expert", "topk")
     repeated = Counter((row["file"], *(row[n] for n in names[1:]), row["us"]) for row in rows)
     times: dict[tuple[int, ...], list[float]] = defaultdict(list)
-    peak = resolve(hardware).rate_of(key) or 0.0
+    peak = resolve(hardware).rate_of(PRODUCT_OF.get(key, key)) or 0.0
     for row in rows:
         t, h, f, e, k = (int(row[n]) for n in names)
         us = float(row["us"])
@@ -147,15 +154,22 @@ def experts(checkout: Path, hardware: str, key: str) -> Table:
     return Table.of({key: statistics.median(us) for key, us in times.items()})
 
 
+PRODUCT_OF = {"mxfp4": "mxfp8"}
+"""Data type in which products of weights run whose inputs are in bf16."""
+
+
 def experts_predicted(on: Hardware, key: str, constants: Constants, sizes: Float) -> Float:
     """Seconds of AITER's two kernels of experts with other constants."""
-    fits = {key: on.gemm["bf16"].model_copy(update=dict(constants))}
+    dtype, product = ("bf16", PRODUCT_OF[key]) if key in PRODUCT_OF else (key, "")
+    weights = MXFP4 if product else None
+    fits = {dtype: on.gemm["bf16"].model_copy(update={**constants, "product": product})}
     copies = on.memory_bandwidth_fraction
     around = ExpertFit(routing_us=0, routing_ns=0, copy_fraction=copies, gemm=fits)
     changed = on.model_copy(update={"experts": around, "gemm": {**on.gemm, **fits}})
     t, h, f, e, k = sizes.T
     one = np.ones(len(t))
-    return fused_experts_seconds(ExpertMLP(t, h, f, k, e, one, one), dtype=key, on=changed)
+    mlp = ExpertMLP(t, h, f, k, e, one, one)
+    return fused_experts_seconds(mlp, dtype=dtype, on=changed, weights=weights)
 
 
 def attention(checkout: Path, hardware: str, column: int) -> Table:
@@ -253,8 +267,10 @@ def main() -> None:
             def predict_experts(constants: Constants, sizes: Float, key: str = key) -> Float:
                 return experts_predicted(on, key, constants, sizes)  # noqa: B023
 
+            # Constants of `InferenceGemmFit` are fewer: the rest are those of products in bf16.
+            fixed = {"split_us", *(("tile_factor", "quantization") if key in PRODUCT_OF else ())}
             starts = tuple(
-                {n: x for n, x in start.items() if n != "split_us"} | {"launch_us": 8.0}
+                {n: x for n, x in start.items() if n not in fixed} | {"launch_us": 8.0}
                 for start in STARTS
             )
             found = best(predict_experts, table, starts)

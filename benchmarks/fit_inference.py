@@ -1,11 +1,12 @@
 """Fit the constants of kernels that serve (`inference` of a hardware file); print held-out errors.
 
-    python benchmarks/fit_inference.py CHECKOUT [h100-sxm ...]
+    python benchmarks/fit_inference.py CHECKOUT [h100-sxm ... | rows]
 
 CHECKOUT is a copy of NVIDIA's aiconfigurator (github.com/ai-dynamo/aiconfigurator@095f58a5,
 Apache-2.0), whose tables of measured kernels are parquet files. The tables of vLLM, SGLang and
 TensorRT-LLM count alike. Of the rows of a table, 70% fit and 30% are held out, by a hash of the
-shape. Errors: |predicted / measured - 1|. Needs scipy and pyarrow.
+shape. Errors: |predicted / measured - 1|. Needs scipy and pyarrow. `rows` prints a sample of the
+held-out rows of engines' attention, in the columns of kernels.csv.
 
 Rows of products in few bits include the kernel that quantizes their input, where the engine runs
 one; those of TensorRT-LLM in fp8 also the search for its scale, which checkpoints give. Tables of
@@ -16,7 +17,10 @@ experts in nvfp4 there are kernels for few tokens and others; engines run the fo
 
 from __future__ import annotations
 
+import csv
+import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +30,7 @@ import pyarrow.parquet as parquet
 
 from fit_kernels import Constants, Rows, block, column, fit, held_out, sample, told
 from stagewright.evidence import kernels
-from stagewright.evidence.kernels import ITEM, ExpertMLP, experts_seconds
+from stagewright.evidence.kernels import ITEM, MXFP4, ExpertMLP, experts_seconds
 from stagewright.time.collectives import direct_all_reduce
 from stagewright.time.hardware import (
     CachedAttentionFit,
@@ -104,7 +108,7 @@ def with_inference(on: Hardware, **changes: Any) -> Hardware:
 
 
 START = {"launch_us": 10.0, "tile_us": 1.0, "memory_fraction": 0.9, "sharpness": 2.0}
-START_ATTENTION = CachedAttentionFit(**START)
+START_ATTENTION = CachedAttentionFit(**START, fraction=0.7)
 STARTS = (
     {"tile_us": 1.0, "launch_us": 5.0, "memory_fraction": 0.85, "sharpness": 2.0},
     {"tile_us": 0.2, "launch_us": 2.5, "memory_fraction": 0.6, "sharpness": 4.0},
@@ -198,8 +202,6 @@ def experts(checkout: Path, on: Hardware, system: str) -> None:
                lambda some, found=found, p=predict: p(found, some))  # fmt: skip
 
 
-MXFP4 = 4.25 / 8
-"""Bytes of a weight in mxfp4: four bits, and eight for the scale of 32."""
 MARLIN, WGMMA = ("vllm", "0.24.0", "marlin"), ("vllm", "0.24.0", "triton_oai")
 TRTLLM, SGLANG = ("trtllm", "1.3.0rc20", ""), ("sglang", "0.5.14", "")
 
@@ -264,49 +266,117 @@ def four_bits(checkout: Path, on: Hardware, system: str) -> None:
                lambda some, found=found, p=predict: p(found, some))  # fmt: skip
 
 
-HEADS = ("batch_size", "num_heads", "num_key_value_heads", "head_dim", "isl", "step")
+BLACKWELL = {**VERSIONS, "vllm": ("0.24.0",)}
+"""Releases of tables of attention on Blackwell, where vLLM 0.19.0 has none of windows."""
+HEADS = ("batch_size", "num_heads", "num_key_value_heads", "head_dim", "isl", "step", "window")
+PROMPT = 128
+"""Tokens of a step of prompts at least; of fewer the time is that of launches."""
 
 
-def attention_rows(checkout: Path, system: str) -> Rows:
-    """The rows of decode attention over keys and values in bf16 or fp8, without windows."""
-    return [
-        r | {"kv": int(r["num_key_value_heads"]) or int(r["num_heads"])}
-        for r in read(checkout, system, "attention", "generation_attention")
-        if not int(r.get("window_size") or 0) and r["head_dim"] in (64, 128)
-        and r["attn_dtype"] == "bfloat16"
-    ]  # fmt: skip
+def attention_rows(checkout: Path, system: str, engine: str) -> Rows:
+    """The rows of attention of prompts and of decode steps, over a cache in bf16 or fp8.
+
+    Of the kernels of an engine those of most rows, which it runs by default.
+    """
+    found: Rows = []
+    folder = checkout / "aic-core/src/aiconfigurator_core/systems/data" / system / "attention"
+    releases = VERSIONS if system.startswith(("a", "h")) else BLACKWELL
+    for phase in ("context", "generation"):
+        paths = [
+            folder / engine / release / f"{phase}_attention_perf.parquet"
+            for release in releases[engine]
+        ]
+        table = [
+            row
+            | {"kv": int(row["num_key_value_heads"]) or int(row["num_heads"]), "phase": phase}
+            | {"window": int(row.get("window_size") or 0), "engine": engine}
+            for path in [path for path in paths if path.exists()][:1]
+            for row in parquet.read_table(path).to_pylist()
+        ]
+        found += [
+            row
+            for row in default_kernel(table)
+            if row["head_dim"] in (64, 128)
+            and row["attn_dtype"] == "bfloat16"
+            and (phase == "generation" or row["batch_size"] * row["isl"] >= PROMPT)
+        ]
+    return found
 
 
 def attention_predicted(on: Hardware, constants: Constants, some: Rows) -> np.ndarray:
-    """Seconds of decode attention with other constants."""
+    """Seconds of attention over a cache with other constants."""
     b, h, kv, d = (column(some, n) for n in ("batch_size", "num_heads", "kv", "head_dim"))
-    keys = column(some, "isl") + column(some, "step")
+    is_prompt = np.array([r["phase"] == "context" for r in some])
+    new = np.where(is_prompt, column(some, "isl"), 1)
+    cached = column(some, "step") + np.where(is_prompt, 0, column(some, "isl") - 1)
+    window = column(some, "window")
+    reach = np.where(window > 0, window, np.inf)
+    rising = np.clip(reach - cached, 0, new)  # tokens that still see all before them
+    seen = np.where(window > 0, (new - rising) * window, 0)
+    pairs = rising * cached + rising * (rising + 1) / 2 + seen
+    keys = np.minimum(cached, reach - 1) + new
     width = np.array([1.0 if r["kv_cache_dtype"] == "fp8" else 2.0 for r in some])
-    moved = b * keys * kv * 2 * d * width + 2 * b * h * 2 * d
-    work = (b * h, h / kv, b * h * keys, b * keys * kv, 4 * d, moved)
+    moved = b * keys * kv * 2 * d * width + 2 * b * new * h * 2 * d
+    work = (b * new * h, h / kv, b * h * pairs, b * keys * kv, 4 * d, moved)
     changed = with_inference(on, cached_attention=CachedAttentionFit(**constants))
-    return cached_attention_seconds(*work, dtype="bf16", hardware=changed)
+    return cached_attention_seconds(*work, dtype="bf16", hardware=changed, window=window)
 
 
-def attention(checkout: Path, on: Hardware, system: str) -> None:
-    """Attention of a decode step over a cache of keys and values in bf16 or fp8."""
-    rows = attention_rows(checkout, system)
+PHASES = (("generation", 600), ("context", 600))
+"""Rows of decode steps and of prompts for a fit, and half as many with windows."""
+
+
+OF_PROMPTS = {"fraction": 0.7, "softmax_ps": 20.0, "traffic_factor": 1.0}
+
+
+def fit_attention(
+    on: Hardware, rows: Rows, label: str, name: str, indent: int, of_prompts: Constants
+) -> Constants:
+    """Fit and print the constants of attention, and the errors of held-out rows.
+
+    Without rows of prompts their constants stay those given.
+    """
+    has_prompts = any(r["phase"] == "context" for r in rows)
 
     def predict(constants: Constants, some: Rows) -> np.ndarray:
-        return attention_predicted(on, constants, some)
+        return attention_predicted(on, {**of_prompts, **constants}, some)
 
     keep: Rows = []
     for engine in VERSIONS:
-        mine = [r for r in rows if r["engine"] == engine]
-        keep += sample([r for r in mine if not held_out(*(r[n] for n in HEADS))], 600)
-    found = fit(START, predict, keep, column(keep, "latency") / 1e3,
-                {"memory_fraction": (0.0, 0.95), "sharpness": (1.0, 16.0)})  # fmt: skip
-    block("cached_attention", found, 2)
+        for phase, most in PHASES:
+            # More heads to a key than the tiles of decode have rows take other kernels.
+            mine = [
+                r
+                for r in rows
+                if (r["engine"], r["phase"]) == (engine, phase)
+                and not held_out(*(r[n] for n in HEADS))
+                and (phase == "context" or r["num_heads"] <= ROWS // 2 * r["kv"])
+            ]
+            keep += sample([r for r in mine if not r["window"]], most)
+            keep += sample([r for r in mine if r["window"]], most // 2)
+    start = {**START, **(OF_PROMPTS if has_prompts else {})}
+    most_of = {"memory_fraction": (0.0, 0.98), "sharpness": (1.0, 16.0), "fraction": (0.0, 1.0)}
+    found = {**of_prompts, **fit(start, predict, keep, column(keep, "latency") / 1e3, most_of)}
+    block(name, found, indent)
+    test = [r for r in rows if held_out(*(r[n] for n in HEADS))]
     for engine in VERSIONS:
-        mine = [r for r in rows if r["engine"] == engine]
-        test = [r for r in mine if held_out(*(r[n] for n in HEADS))]
-        if test:
-            told(f"attention, {engine}", predict(found, test), column(test, "latency") / 1e3)
+        for phase, _ in PHASES:
+            for windows in (False, True):
+                some = [
+                    r
+                    for r in test
+                    if (r["engine"], r["phase"], r["window"] > 0) == (engine, phase, windows)
+                ]
+                if some:
+                    what = f"{label}, {engine}, {phase}{', windows' if windows else ''}"
+                    told(what, predict(found, some), column(some, "latency") / 1e3)
+    return found
+
+
+def attention(checkout: Path, on: Hardware, system: str) -> None:
+    """Attention over a cache of keys and values in bf16 or fp8, of all engines."""
+    rows = [r for engine in VERSIONS for r in attention_rows(checkout, system, engine)]
+    fit_attention(on, rows, "attention", "cached_attention", 2, OF_PROMPTS)
 
 
 LATENT, TURNED = 512, 64
@@ -477,55 +547,56 @@ def engine_gemm(checkout: Path, on: Hardware, system: str, engine: str) -> None:
 
 def engine_attention(checkout: Path, on: Hardware, system: str, engine: str) -> None:
     """Attention of one engine alone, over a cache in bf16 and in fp8."""
-    table = [r for r in attention_rows(checkout, system) if r["engine"] == engine]
+    table = attention_rows(checkout, system, engine)
     print("      cached_attention:")
+    found: Constants = OF_PROMPTS
     for key, theirs in (("bf16", "bfloat16"), ("fp8", "fp8")):
         rows = [r for r in table if r["kv_cache_dtype"] == theirs]
-        if not rows:
-            continue
-        # More heads to a key than the tiles of these kernels have rows take other kernels.
-        few = [r for r in rows if r["num_heads"] <= ROWS // 2 * r["kv"]]
-        keep = sample([r for r in few if not held_out(*(r[n] for n in HEADS))], 600)
-
-        def predict(constants: Constants, some: Rows) -> np.ndarray:
-            return attention_predicted(on, constants, some)
-
-        found = fit(START, predict, keep, column(keep, "latency") / 1e3,
-                    {"memory_fraction": (0.0, 0.98), "sharpness": (1.0, 16.0)})  # fmt: skip
-        block(key, found, 8)
-        test = [r for r in rows if held_out(*(r[n] for n in HEADS))]
-        told(f"attention {key}, {engine}", predict(found, test), column(test, "latency") / 1e3)
+        if rows:
+            of_prompts = {name: found[name] for name in OF_PROMPTS}
+            found = fit_attention(on, rows, f"attention {key}", key, 8, of_prompts)
 
 
 def engine_experts(checkout: Path, on: Hardware, system: str, engine: str) -> None:
-    """Experts in fp8 with scales of blocks of one engine alone.
+    """Experts of one engine alone on Hopper, by the kernels of most rows of its table.
 
-    Of TensorRT-LLM on Hopper, whose kernels are CUTLASS's, as recipes have it. On Blackwell recipes
-    have other kernels than its table, and the tables of vLLM and SGLang have fewer experts with
-    tokens than their labels say: their weights would be read faster than the memory allows.
+    Those of TensorRT-LLM are CUTLASS's, of vLLM and SGLang Triton's. On Blackwell recipes have
+    other kernels than the tables, and the tables of vLLM and SGLang have fewer experts with tokens
+    than their labels say: their weights would be read faster than the memory allows.
     """
-    if engine != "trtllm" or on.rate_of("fp4"):
+    if on.rate_of("fp4") or on.rate_of("fp8") is None:
         return
-    rows = [
+    table = [
         r
         for r in read(checkout, system, "moe", "moe")
-        if (r["engine"], r["moe_dtype"], r["distribution"]) == (engine, "fp8_block", "balanced")
+        if (r["engine"], r["distribution"]) == (engine, "balanced")
         and r["moe_tp_size"] * r["moe_ep_size"] <= FourBits._field_defaults["ranks"]
     ]
-    if not rows:
-        return
-
-    def predict(constants: Constants, some: Rows) -> np.ndarray:
-        of = {"fp8": InferenceGemmFit(**constants)}
-        mlp = ExpertMLP(*(column(some, name) for name in SIZES))
-        return experts_seconds(mlp, dtype="fp8", on=with_inference(on, experts_gemm=of))
-
-    keep = even([r for r in rows if not held_out(*(r[n] for n in SIZES))], "num_tokens", 250)
-    found = best(predict, keep, {"fraction": 0.4})
     print("      experts_gemm:")
-    block("fp8_block", found, 8)
-    test = [r for r in rows if held_out(*(r[n] for n in SIZES))]
-    tested("experts fp8_block", "num_tokens", test, lambda some: predict(found, some))
+    for key, theirs in DTYPES.items():
+        rows = default_kernel([r for r in table if r["moe_dtype"] == theirs])
+        if not rows:
+            continue
+        dtype = key.removesuffix("_block")
+
+        def predict(constants: Constants, some: Rows, dtype: str = dtype) -> np.ndarray:
+            of = {dtype: InferenceGemmFit(**constants)}
+            mlp = ExpertMLP(*(column(some, name) for name in SIZES))
+            on_fit = with_inference(on, gemm=of, experts_gemm=of)
+            return experts_seconds(mlp, dtype=dtype, on=on_fit)
+
+        keep = [r for r in rows if not held_out(*(r[n] for n in SIZES))]
+        found = best(predict, even(keep, "num_tokens", 250), {"fraction": 0.4})
+        block(key, found, 8)
+        test = [r for r in rows if held_out(*(r[n] for n in SIZES))]
+        tested(f"experts {key}", "num_tokens", test,
+               lambda some, found=found, p=predict: p(found, some))  # fmt: skip
+
+
+def default_kernel(rows: Rows) -> Rows:
+    """Rows of the kernel that has most of them, which the engine runs by default."""
+    counts = Counter(row["kernel_source"] for row in rows)
+    return [row for row in rows if row["kernel_source"] == counts.most_common(1)[0][0]]
 
 
 def engines(checkout: Path, on: Hardware, system: str) -> None:
@@ -543,6 +614,27 @@ def engines(checkout: Path, on: Hardware, system: str) -> None:
         engine_attention(checkout, on, system, engine)
 
 
+def sampled_rows(checkout: Path) -> None:
+    """Print four held-out rows of each GPU, engine, phase and of windows or none."""
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    url = "https://github.com/ai-dynamo/aiconfigurator/tree/095f58a5"
+    for name, engine in itertools.product(SYSTEMS, VERSIONS):
+        table = [] if name.startswith("a100") else attention_rows(checkout, SYSTEMS[name], engine)
+        test = [r for r in table if held_out(*(r[n] for n in HEADS))]
+        for (phase, _), windows in itertools.product(PHASES, (False, True)):
+            some = [r for r in test if (r["phase"], r["window"] > 0) == (phase, windows)]
+            for r in sample(some, 4):
+                new = r["isl"] if phase == "context" else 1
+                keys = r["step"] + r["isl"]
+                shape = (
+                    f"batch={r['batch_size']} heads={r['num_heads']} kv_heads={r['kv']} q={new} "
+                    f"k={keys} d={r['head_dim']} window={r['window']} engine={engine}"
+                )
+                dtype = "fp8" if r["kv_cache_dtype"] == "fp8" else "bf16"
+                head = "aiconfigurator, attention of engines", url, name, "engine_attention"
+                writer.writerow([*head, dtype, shape, f"{r['latency'] * 1e3:.2f}"])
+
+
 PARTS = (gemm, experts, four_bits, attention, latents, sparse, all_reduce, engines)
 
 
@@ -555,4 +647,7 @@ def main(checkout: Path, wanted: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:] or SYSTEMS)
+    if sys.argv[2:] == ["rows"]:
+        sampled_rows(Path(sys.argv[1]))
+    else:
+        main(Path(sys.argv[1]), sys.argv[2:] or SYSTEMS)

@@ -1,12 +1,14 @@
 """Fit the constants of kernels and collectives to measured ones; print them with held-out errors.
 
-    python benchmarks/fit_kernels.py DIRECTORY [h100-sxm ...]
+    python benchmarks/fit_kernels.py DIRECTORY [h100-sxm ... | rows]
 
 DIRECTORY holds tables of NVIDIA's aiconfigurator (github.com/ai-dynamo/aiconfigurator, Apache-2.0)
 as CSV: gemm_perf_, context_attention_perf_ and moe_perf_aiconfigurator.csv.gz, and
-nccl_aiconfigurator.csv, whose columns are those of its parquet files and a `system`. Of the rows of
-a table, 70% fit and 30% are held out, by a hash of the shape. Errors: |predicted / measured - 1|.
-Needs scipy. `stagewright validate` repeats the errors on the samples that the package carries.
+nccl_aiconfigurator.csv, whose columns are those of its parquet files and a `system`; and cuDNN's
+times of fused attention: `benchmark/sdpa_benchmark_training` of github.com/NVIDIA/cudnn-frontend
+@3929da2e (MIT). Of the rows of a table, 70% fit and 30% are held out, by a hash of the shape.
+Errors: |predicted / measured - 1|. Needs scipy. `stagewright validate` repeats the errors on the
+samples that the package carries; `rows` prints the held-out rows of cuDNN in their columns.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 from scipy.optimize import minimize
 
-from stagewright.evidence.kernels import ExpertMLP, experts_seconds
+from stagewright.evidence.kernels import ExpertMLP, experts_seconds, sdpa_kernels
 from stagewright.time.collectives import collective_seconds
 from stagewright.time.hardware import ExpertFit, GemmFit, Hardware, resolve
 from stagewright.time.network import Machine, Placement
@@ -30,6 +32,7 @@ from stagewright.time.roofline import (
     attention_seconds,
     gemm_seconds,
     memory_seconds,
+    training_attention_seconds,
 )
 
 SYSTEMS = {
@@ -146,12 +149,114 @@ def gemm(folder: Path, hardware: Hardware, system: str) -> None:
         told(f"gemm {dtype}, m, n, k >= 512", predict(found, big), column(big, "latency") / 1e3)
 
 
+CUDNN = {
+    "h100-sxm": "NVIDIA H200",
+    "h200": "NVIDIA H200",
+    "b200": "NVIDIA GB200",
+    "gb200-nvl72": "NVIDIA GB200",
+    "b300": "NVIDIA GB300",
+    "gb300-nvl72": "NVIDIA GB300",
+}
+"""GPU of cuDNN's table: of the same compute units."""
+
+
 def attention(folder: Path, hardware: Hardware, system: str) -> None:
-    """Flash attention, forward and causal, in bf16 and in fp8."""
-    table = read(folder / "context_attention_perf_aiconfigurator.csv.gz", system)
-    block("attention", _attention(table, hardware, "bf16"), 0)
-    if hardware.peak_fp8_tflops is not None:
-        block("fp8", _attention(table, hardware, "fp8"), 2)
+    """Fused attention of training, in bf16 and in fp8.
+
+    Of cuDNN, which Transformer Engine runs, forward and backward. It has no table of A100, whose
+    constants are of TensorRT-LLM's attention of causal prompts, and whose backward is not fitted.
+    """
+    measured = CUDNN.get(hardware.name)
+    if measured is None:
+        table = read(folder / "context_attention_perf_aiconfigurator.csv.gz", system)
+        block("attention", _attention(table, hardware, "bf16"), 0)
+        return
+    paths = sorted((folder / "sdpa_benchmark_training").rglob("*.csv"))
+    rows = [row for path in paths for row in cudnn_rows(path) if row["gpu_name"] == measured]
+    for dtype, theirs, name in (("bf16", "bfloat16", "attention"), ("fp8", "fp8", "fp8")):
+        some = [row for row in rows if row["data_type"] == theirs]
+        block(name, _cudnn_attention(some, hardware, dtype), 2 * (dtype == "fp8"))
+
+
+def cudnn_rows(path: Path) -> Rows:
+    """Rows of a table of cuDNN: `backward`, `ms` and sizes; deterministic backward is left out."""
+    found: Rows = []
+    for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines()):
+        if row["success"] != "True" or row["backend"] != "cudnn":
+            continue
+        if "time_ms" in row:
+            times = {row["profile_pass"]: row["time_ms"]}
+            if row["profile_pass"] == "bwd" and row["deterministic_bwd"] == "True":
+                continue
+        else:
+            times = {phase: row[f"{phase}_time_ms"] for phase in ("fwd", "bwd")}
+        shape = {
+            "batch": row["batch_size"], "heads": row["num_q_heads"],
+            "kv_heads": row["num_kv_heads"], "q": row["q_seqlen"], "k": row["kv_seqlen"],
+            "d": row["head_dim_qk"], "v": row["head_dim_vo"],
+            "causal": str(int(row["attn_mask"] != "no_mask")),
+            "window": str(int(float(row["sliding_window_size"] or 0))),
+        }  # fmt: skip
+        found += [row | shape | {"phase": phase, "ms": ms} for phase, ms in times.items()]
+    return found
+
+
+SDPA = ("batch", "heads", "kv_heads", "q", "k", "d", "v", "causal", "window")
+
+
+def sdpa_seconds(rows: Rows, dtype: str, on: Hardware) -> np.ndarray:
+    """Seconds of attention of training."""
+    sizes = np.array([[float(row[name]) for name in SDPA] for row in rows]).reshape(-1, len(SDPA))
+    backward = np.array([row["phase"] == "bwd" for row in rows])
+    seconds = np.zeros(len(rows))
+    for is_backward in (False, True):
+        some = np.flatnonzero(backward == is_backward)
+        extents = dict(zip(SDPA, sizes[some].T, strict=True))
+        work = sdpa_kernels(extents, dtype, backward=is_backward)
+        seconds[some] = training_attention_seconds(work, on, backward=is_backward)
+    return seconds
+
+
+def sdpa_held_out(row: dict[str, str]) -> bool:
+    """Whether a row of cuDNN is for testing."""
+    return held_out(row["model_name"], row["q"], row["causal"])
+
+
+def print_cudnn(folder: Path) -> None:
+    """Print the held-out rows of cuDNN, in the columns of kernels.csv."""
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    gpus = {
+        measured: name
+        for name, measured in CUDNN.items()
+        if name not in ("h100-sxm", "b200", "b300")
+    }
+    url = "https://github.com/NVIDIA/cudnn-frontend/tree/3929da2e/benchmark/sdpa_benchmark_training"
+    for path in sorted((folder / "sdpa_benchmark_training").rglob("*.csv")):
+        for row in cudnn_rows(path):
+            dtype = {"bfloat16": "bf16", "fp8": "fp8"}.get(row["data_type"])
+            if dtype and row["gpu_name"] in gpus and sdpa_held_out(row):
+                kernel = "attention" if row["phase"] == "fwd" else "attention_backward"
+                shape = " ".join(f"{name}={row[name]}" for name in SDPA)
+                head = "cuDNN, attention of training", url, gpus[row["gpu_name"]], kernel, dtype
+                writer.writerow([*head, shape, f"{float(row['ms']) * 1e3:.0f}"])
+
+
+def _cudnn_attention(rows: Rows, hardware: Hardware, dtype: str) -> dict[str, float]:
+    """The constants of cuDNN's attention; those of heads of 64 to 256."""
+
+    def predict(constants: Constants, some: Rows) -> np.ndarray:
+        launch = {"launch_us": hardware.kernel_launch_us, "fp8": None}
+        changed = hardware.attention.model_copy(update={**constants, **launch})
+        return sdpa_seconds(some, dtype, hardware.model_copy(update={"attention": changed}))
+
+    keep = [r for r in rows if not sdpa_held_out(r)]
+    start = {"fraction": 0.8, "softmax_ps": 15.0, "tile_us": 2.0, "traffic_factor": 1.0,
+             "bwd_ratio": 0.8}  # fmt: skip
+    found = fit(start, predict, keep, column(keep, "ms") / 1e3, {"fraction": (0, 1)})
+    for phase in ("fwd", "bwd"):
+        test = [r for r in rows if sdpa_held_out(r) and r["phase"] == phase]
+        told(f"attention {dtype}, {phase}", predict(found, test), column(test, "ms") / 1e3)
+    return {"launch_us": hardware.kernel_launch_us, **found}
 
 
 def _attention(table: Rows, hardware: Hardware, dtype: str) -> dict[str, float]:
@@ -305,6 +410,9 @@ def collectives(folder: Path, hardware: Hardware, system: str) -> None:
 def main() -> None:
     """All fits of the systems asked for."""
     folder, wanted = Path(sys.argv[1]), sys.argv[2:] or list(SYSTEMS)
+    if wanted == ["rows"]:
+        print_cudnn(folder)
+        return
     for name in wanted:
         print(f"## {name}", flush=True)
         hardware = resolve(name).with_grouped_experts()

@@ -152,15 +152,12 @@ def attention(checkout: Path, on: Hardware, card: str) -> None:
     """
     table = attentions(checkout, card)
 
+    def fitted(constants: Mapping[str, float]) -> Hardware:
+        fit = InferenceFit(cached_attention=CachedAttentionFit(**constants))
+        return on.model_copy(update={"inference": fit})
+
     def predict(constants: Mapping[str, float], some: Rows) -> np.ndarray:
-        own = {name: constants[name] for name in ("fraction", "softmax_ps")}
-        rest = {name: x for name, x in constants.items() if name not in own}
-        changed = on.model_copy(
-            update={
-                "attention": on.attention.model_copy(update=own),
-                "inference": InferenceFit(cached_attention=CachedAttentionFit(**rest)),
-            }
-        )
+        changed = fitted(constants)
         chunk, before, decoding, context = (column(some, name) for name in AXES)
         sizes = tuple(column(some, n) for n in ("heads", "kv", "d"))
         prompts = _seconds(changed, chunk, chunk * before + chunk * (chunk + 1) / 2,
@@ -173,17 +170,16 @@ def attention(checkout: Path, on: Hardware, card: str) -> None:
     prompts = [r for r in table if not r["n_decode"] and r["prefill_chunk"] >= 128]
     keep = [r for rows in (tokens, prompts) for r in rows if not held_out(*_key(r))]
     most = {"memory_fraction": (0.0, 0.98), "sharpness": (1.0, 16.0), "fraction": (0.0, 1.0)}
-    start = {"fraction": 0.8, "softmax_ps": 50.0, **START}
+    start = {"fraction": 0.8, "softmax_ps": 50.0, "traffic_factor": 1.0, **START}
     found = fit(start, predict, keep, column(keep, "us") / 1e6, most)
-    of_prompts = ("fraction", "softmax_ps")
-    block("attention", {name: found[name] for name in of_prompts}, 0)
-    block("cached_attention", {n: x for n, x in found.items() if n not in of_prompts}, 2)
+    block("attention", {name: found[name] for name in ("fraction", "softmax_ps")}, 0)
+    block("cached_attention", found, 2)
     for name, rows in (("tokens", tokens), ("prompts", prompts)):
         test = [r for r in rows if held_out(*_key(r))]
         told(f"attention, {name}", predict(found, test), column(test, "us") / 1e6)
     both = [r for r in table if r["n_decode"] and r["prefill_chunk"]]
     alone = [{**r, "n_decode": 0, "kv_decode": 0} for r in both]
-    mixed(on, both, predict(found, alone))
+    mixed(fitted(found), both, predict(found, alone))
 
 
 def mixed(on: Hardware, rows: Rows, prompts: np.ndarray) -> None:

@@ -8,6 +8,7 @@ Rows of `recorded-kernels.csv` are medians of kernels in traces that others publ
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -17,6 +18,9 @@ import numpy as np
 from stagewright.arrays import Float
 from stagewright.errors import UserError
 from stagewright.evidence.rows import Row, carried_cells, of_cells
+from stagewright.model.layers import Reach
+from stagewright.run.lengths import COLUMNS, Cache, attention_sums
+from stagewright.run.sections.inference import Group
 from stagewright.time.collectives import collective_seconds, direct_all_reduce
 from stagewright.time.hardware import Hardware, resolve
 from stagewright.time.network import Machine, placements
@@ -34,6 +38,8 @@ from stagewright.time.roofline import (
 RECORDED = "recorded-kernels.csv"
 ITEM = {"bf16": 2, "fp8": 1, "fp4": 0.5625}
 """Bytes of a value, with its share of a scale of 16 values."""
+MXFP4 = 4.25 / 8
+"""Bytes of a weight in mxfp4: four bits, and eight for the scale of 32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +49,7 @@ class KernelRow(Row):
     kernel: str
     dtype: str
     shape: str
-    """Sizes, such as `m=8192 n=4096 k=512`."""
+    """Sizes, such as `m=8192 n=4096 k=512`; `engine`: the engine whose kernel it is."""
     count: int = 1
     """Kernels of which `measured` is the median."""
 
@@ -54,11 +60,12 @@ class KernelRow(Row):
 
     def simulate(self) -> float:
         """Microseconds of the kernel."""
-        sizes = {k: int(v) for k, v in (word.split("=") for word in self.shape.split())}
-        return (
-            _seconds(self.kernel, self.dtype, sizes, resolve(self.hardware).with_grouped_experts())
-            * 1e6
-        )
+        words = dict(word.split("=") for word in self.shape.split())
+        on, engine = resolve(self.hardware).with_grouped_experts(), words.pop("engine", None)
+        if engine:
+            on = on.for_inference(engine=engine, cache=self.dtype)
+        sizes = {name: int(size) for name, size in words.items()}
+        return _seconds(self.kernel, self.dtype, sizes, on) * 1e6
 
     def predict(self, outcome: float) -> float:
         """The outcome itself."""
@@ -98,6 +105,8 @@ def _seconds(kernel: str, dtype: str, size: dict[str, int], on: Hardware) -> flo
         return _experts(size, dtype, on, fused=kernel == "fused_experts")
     if kernel == "cached_attention":
         return _cached_attention(size, dtype, on)
+    if kernel == "engine_attention":
+        return _engine_attention(size, dtype, on)
     if kernel == "sparse_attention":
         assert on.inference is not None
         fit, width = on.inference.sparse_attention[dtype], size["d"] + size["v"]
@@ -139,14 +148,21 @@ def _gemm(size: dict[str, int], dtype: str, on: Hardware) -> float:
 
 
 def _attention(size: dict[str, int], dtype: str, on: Hardware, *, backward: bool) -> float:
-    b, h, kv, q, k, d = (size[x] for x in ("batch", "heads", "kv_heads", "q", "k", "d"))
-    shape = {"batch": b, "heads": h, "kv_heads": kv, "q": q, "k": k, "d": d, "v": d}
-    shape |= {"causal": size.get("causal", 1), "window": 0}
-    extents = {name: np.array([float(extent)]) for name, extent in shape.items()}
-    work = (5 if backward else 2) * (1 if shape["causal"] else 2) * b * h * q * k * d
-    flops, traffic = _arrays(work, (8 if backward else 4) * b * (q * h + k * kv) * d)
-    kernels = Kernels(extents, flops, traffic, dtype, np.array([backward]))
+    sizes = {"causal": 1, "window": 0, "v": size["d"], **size}
+    extents = {name: np.array([float(extent)]) for name, extent in sizes.items()}
+    kernels = sdpa_kernels(extents, dtype, backward=backward)
     return float(training_attention_seconds(kernels, on, backward=backward)[0])
+
+
+def sdpa_kernels(extents: Mapping[str, Float], dtype: str, *, backward: bool) -> Kernels:
+    """Kernels of fused attention of training, by the extents that a program has."""
+    b, h, kv, q, k, d, v, causal, window = (
+        extents[x] for x in ("batch", "heads", "kv_heads", "q", "k", "d", "v", "causal", "window")
+    )
+    pairs = np.where(window > 0, window * (q - window / 2), np.where(causal > 0, q * k / 2, q * k))
+    flops = b * h * pairs * (2 * (3 * d + 2 * v) if backward else 2 * (d + v))
+    moved = (2 if backward else 1) * ITEM[dtype] * b * (q * h + k * kv) * (d + v)
+    return Kernels(extents, flops, moved, dtype, np.full(len(b), backward))
 
 
 def _cached_attention(size: dict[str, int], cache: str, on: Hardware) -> float:
@@ -161,6 +177,17 @@ def _cached_attention(size: dict[str, int], cache: str, on: Hardware) -> float:
     return float(cached_attention_seconds(*work, dtype=dtype, hardware=on, latent=latent)[0])
 
 
+def _engine_attention(size: dict[str, int], cache: str, on: Hardware) -> float:
+    """Seconds of attention of `q` new tokens of each request to `k` tokens, or a window of them."""
+    b, q, k, h, kv, d = (size[x] for x in ("batch", "q", "k", "heads", "kv_heads", "d"))
+    window = size.get("window", 0)
+    (sums,) = attention_sums([Group(1, k - q, q)], Cache(0), Reach(window=window)).tolist()
+    pairs, keys = (sums[COLUMNS.index(name)] for name in ("pairs", "keys"))
+    moved = b * (keys * kv * 2 * d * ITEM[cache] + 2 * ITEM["bf16"] * q * h * d)
+    work = _arrays(b * q * h, h / kv, b * h * pairs, b * keys * kv, 4 * d, moved)
+    return float(cached_attention_seconds(*work, dtype="bf16", hardware=on, window=window)[0])
+
+
 def _engine_all_reduce(size: dict[str, int], on: Hardware) -> float:
     assert on.inference is not None
     assert on.inference.all_reduce is not None
@@ -170,8 +197,10 @@ def _engine_all_reduce(size: dict[str, int], on: Hardware) -> float:
 
 def _experts(size: dict[str, int], dtype: str, on: Hardware, *, fused: bool) -> float:
     sizes = (size.get(x, 1) for x in ("tokens", "m", "f", "top_k", "experts", "etp", "ep"))
-    seconds = fused_experts_seconds if fused else experts_seconds
-    return float(seconds(ExpertMLP(*_arrays(*sizes)), dtype=dtype, on=on)[0])
+    seconds, weights = fused_experts_seconds if fused else experts_seconds, None
+    if dtype == "mxfp4":  # of weights alone
+        on, dtype, weights = on.for_inference(weights=dtype), "bf16", MXFP4
+    return float(seconds(ExpertMLP(*_arrays(*sizes)), dtype=dtype, on=on, weights=weights)[0])
 
 
 class ExpertMLP(NamedTuple):
@@ -186,7 +215,9 @@ class ExpertMLP(NamedTuple):
     ep: Float
 
 
-def fused_experts_seconds(mlp: ExpertMLP, *, dtype: str, on: Hardware) -> Float:
+def fused_experts_seconds(
+    mlp: ExpertMLP, *, dtype: str, on: Hardware, weights: float | None = None
+) -> Float:
     """Seconds of AITER's two kernels of experts, chosen at random by each token.
 
     The kernels copy rows and compute the activation within: without launches of their own.
@@ -194,7 +225,7 @@ def fused_experts_seconds(mlp: ExpertMLP, *, dtype: str, on: Hardware) -> Float:
     experts = on.experts and on.experts.model_copy(update={"routing_us": 0, "routing_ns": 0})
     within = on.model_copy(update={"kernel_launch_us": 0, "experts": experts})
     busy = mlp.experts * (1 - (1 - mlp.top_k / mlp.experts) ** mlp.tokens)
-    return experts_seconds(mlp, dtype=dtype, on=within, busy=busy)
+    return experts_seconds(mlp, dtype=dtype, on=within, busy=busy, weights=weights)
 
 
 def experts_seconds(

@@ -59,7 +59,7 @@ def shape_of(cluster: Sequence[Node], extent: Callable[[Size, tuple[str, ...]], 
     if OPS[n.op].timing in (Timing.ATTENTION, Timing.ATTENTION_BACKWARD):
         return Shape(n.op, _attention(n, sizes))
     ops = "+".join(dict.fromkeys(m.op for m in cluster))
-    marks = {name: int(cast("int", n.get(name) or 0)) for name in ("chunk", "latent")}
+    marks = {name: int(cast("int", n.get(name) or 0)) for name in ("chunk", "latent", "window")}
     return Shape(ops, (*sizes.items(), *((name, mark) for name, mark in marks.items() if mark)))
 
 

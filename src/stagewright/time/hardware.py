@@ -222,8 +222,18 @@ class CachedAttentionFit(FigureBlock):
     memory_fraction: float = Field(gt=0, le=1)
     """Share of the bandwidth at which keys and values are read."""
     sharpness: float = Field(ge=1)
-    fraction: float | None = Field(gt=0, le=3, default=None)
-    """Share of the peak that products and exponentials reach; None: those of `AttentionFit`."""
+    fraction: float = Field(gt=0, le=3)
+    """Share of the peak that products reach, apart from the exponential."""
+    softmax_ps: float = Field(ge=0, default=0)
+    """Time of one exponential on one compute unit."""
+    traffic_factor: float = Field(ge=0, default=0)
+    """Exposed traffic of device memory, over the bytes of the queries, keys, values and results of
+    new tokens."""
+
+    def slowed(self, clock: float) -> CachedAttentionFit:
+        """Constants at a share `clock` of the clock of compute units."""
+        update = {"fraction": self.fraction * clock, "softmax_ps": self.softmax_ps / clock}
+        return self.model_copy(update=update)
 
 
 class SparseAttentionFit(FigureBlock):
@@ -508,13 +518,17 @@ class Hardware(FigureBlock):
             }
             for g in (False, True)
         )
-        attention = self.attention
+        attention, inference = self.attention, self.inference
         if attention.fraction > FULL_POWER:
             attention = attention.slowed(self.clock_of("bf16"))
+            if inference and inference.cached_attention:
+                cached = inference.cached_attention.slowed(self.clock_of("bf16"))
+                inference = inference.model_copy(update={"cached_attention": cached})
         update = {
             "gemm": products,
             "experts": self.experts and self.experts.model_copy(update={"gemm": grouped}),
             "attention": attention,
+            "inference": inference,
             "sustained_fraction": {"bf16": 1.0},
         }
         return self.model_copy(update=update)

@@ -73,7 +73,7 @@ def kernels_seconds(kernel: str, kernels: Kernels, hardware: Hardware) -> Float:
         case Timing.CACHED_ATTENTION if hardware.inference and hardware.inference.cached_attention:
             return _cached_attention(kernels, hardware)
         case Timing.SERVED_ATTENTION | Timing.CACHED_ATTENTION:
-            return _served_attention(kernels, hardware)
+            return _served_attention(kernels, hardware, causal=timing is Timing.CACHED_ATTENTION)
         case Timing.ATTENTION | Timing.ATTENTION_BACKWARD:
             backward = timing is Timing.ATTENTION_BACKWARD
             return training_attention_seconds(kernels, hardware, backward=backward)
@@ -243,6 +243,16 @@ def attention_seconds(
     return fit.launch_us * 1e-6 + computed + moved
 
 
+def masked_points(queries: Float, points: Float, window: Float) -> Float:
+    """Pairs of a query and a key that causal attention computes though its mask hides them.
+
+    Masks act on whole tiles: those on the diagonal are computed in full, and so are those at the
+    lower edge of a window, which queries have that see as many keys as the window is long.
+    """
+    sees_window = np.clip(2 * points / (queries * np.maximum(window, 1)) - 1, 0, 1) * (window > 0)
+    return queries * QUERIES / 2 * (1 + sees_window)
+
+
 def _attention_peak(hardware: Hardware, dtype: str) -> float:
     """FLOP/s of fused attention; of bf16 if the hardware does not support `dtype`.
 
@@ -268,15 +278,19 @@ def training_attention_seconds(kernels: Kernels, hardware: Hardware, *, backward
     visible = np.where(span > 0, np.minimum(span, columns), columns)
     tiles = np.ceil(rows / QUERIES) * (size["batch"] * size["heads"])
     flops_per_point = 2 * (3 * d + 2 * v) if backward else 2 * (d + v)
-    # Masks act on whole tiles: those on the diagonal are computed in full.
-    points = kernels.flops / flops_per_point + size["causal"] * tiles * QUERIES**2 / 2
+    points = kernels.flops / flops_per_point
+    masked = masked_points(tiles * QUERIES, points, size["window"])
+    points = points + size["causal"] * masked
+    if backward and kernels.dtype == "fp8":  # cuDNN's passes through the keys outside a window
+        all_keys = tiles * QUERIES * (columns + QUERIES) / 2
+        points = np.where(size["window"] > 0, all_keys, points)
     return attention_seconds(
         tiles, visible, points, flops_per_point, kernels.traffic,
         dtype=kernels.dtype, hardware=hardware, backward=backward,
     )  # fmt: skip
 
 
-def _served_attention(kernels: Kernels, hardware: Hardware) -> Float:
+def _served_attention(kernels: Kernels, hardware: Hardware, *, causal: bool) -> Float:
     """Attention over requests of different lengths, in tiles of queries as in training.
 
     Several units share the keys of one tile (flash decoding), so that the load is even. Reading the
@@ -284,9 +298,12 @@ def _served_attention(kernels: Kernels, hardware: Hardware) -> Float:
     """
     size = kernels.extents
     flops_per_point = 2 * (size["d"] + size.get("v", size["d"]))
-    tiles = np.ceil(size["q"] / QUERIES) * math.prod(served_heads(size))
+    heads = math.prod(served_heads(size))
+    tiles = np.ceil(size["q"] / QUERIES) * heads
     zero = np.zeros_like(kernels.flops)
     points = kernels.flops / flops_per_point
+    if causal:
+        points = points + masked_points(size["q"] * heads, points, size.get("window", zero))
     computed = attention_seconds(
         tiles, zero, points, flops_per_point, zero, dtype=kernels.dtype, hardware=hardware
     )
@@ -295,11 +312,13 @@ def _served_attention(kernels: Kernels, hardware: Hardware) -> Float:
 
 def cached_attention_seconds(
     queries: Float, sharing: Float, points: Float, keys: Float, flops_per_point: Float,
-    traffic: Float, *, dtype: str, hardware: Hardware, latent: bool = False,
+    traffic: Float, *, dtype: str, hardware: Hardware, window: Float | float = 0.0,
+    latent: bool = False,
 ) -> Float:  # fmt: skip
     """Seconds of attention over a cache, in decode, prefill or both at once.
 
-    `latent`: all heads read one row of a token, as key and as value.
+    `window`: keys that a query sees at most, 0 for all; `latent`: all heads read one row of a
+    token, as key and as value.
 
     `queries`: of all heads, one for each head of a token; `sharing`: heads that share the keys of
     one key-value head; `points`: pairs of a query and a key; `keys`: keys of all key-value heads
@@ -313,17 +332,18 @@ def cached_attention_seconds(
     fit = hardware.inference.cached_attention
     fit = (hardware.inference.latent_attention.get(dtype) if latent else None) or fit
     assert fit is not None
-    fused = hardware.attention
-    rate = _attention_peak(hardware, dtype) * (fit.fraction or fused.fraction)
-    exponential = 0.0 if fit.fraction else fused.softmax_ps * 1e-12
-    point = flops_per_point / rate * hardware.compute_units + exponential
-    queries_per_key = np.maximum(points / np.maximum(keys, 1), 1e-9)
-    computed = points * np.maximum(1.0, ROWS / queries_per_key) * point / hardware.compute_units
-    moved = traffic / (hardware.memory_bandwidth_gb_s * 1e9 * fit.memory_fraction)
-    rows = np.clip(queries_per_key, np.minimum(sharing, QUERIES), QUERIES)
+    rate = _attention_peak(hardware, dtype) * fit.fraction
+    point = flops_per_point / rate + fit.softmax_ps * 1e-12 / hardware.compute_units
+    # Tokens of a tile have all heads of latents, and so no keys that only some of them see.
+    masked = 0.0 if latent else masked_points(queries, points, np.asarray(window))
+    computed = np.maximum(points + masked, ROWS * keys) * point
+    bandwidth = hardware.memory_bandwidth_gb_s * 1e9
+    both = _overlapped(computed, traffic / (bandwidth * fit.memory_fraction), fit.sharpness)
+    # Queries and results of all heads, and the keys and values of their tokens, in 16 bits.
+    exposed = fit.traffic_factor * queries * (1 + 1 / sharing) * flops_per_point / bandwidth
+    rows = np.clip(points / np.maximum(keys, 1), np.minimum(sharing, QUERIES), QUERIES)
     tiles = queries / rows / hardware.compute_units
-    both = _overlapped(computed, moved, fit.sharpness)
-    return (fit.launch_us + tiles * fit.tile_us) * 1e-6 + both
+    return (fit.launch_us + tiles * fit.tile_us) * 1e-6 + both + exposed
 
 
 def _cached_attention(kernels: Kernels, hardware: Hardware) -> Float:
@@ -340,8 +360,11 @@ def _cached_attention(kernels: Kernels, hardware: Hardware) -> Float:
     work = (size["q"] * heads, sharing, points, keys, flops_per_point, kernels.traffic)
     assert hardware.inference is not None
     cache = hardware.inference.cache  # latents are multiplied as they are stored
+    window = size.get("window", np.zeros_like(points))
     of_heads, of_latents = (
-        cached_attention_seconds(*work, dtype=dtype, hardware=hardware, latent=latent)
+        cached_attention_seconds(
+            *work, dtype=dtype, hardware=hardware, window=window, latent=latent
+        )
         for latent, dtype in ((False, kernels.dtype), (True, cache))
     )
     is_latent = size.get("latent", np.zeros_like(points)) > 0
@@ -407,10 +430,8 @@ class DecodeInPromptKernel(NamedTuple):
         cached = hardware.inference.cached_attention if hardware.inference else None
         if fit is None or cached is None:
             return None
-        rate = (
-            _attention_peak(hardware, "bf16") * hardware.attention.fraction / hardware.compute_units
-        )
-        point = (2 * width / rate + hardware.attention.softmax_ps * 1e-12) / fit.fraction
+        rate = _attention_peak(hardware, "bf16") * cached.fraction / hardware.compute_units
+        point = (2 * width / rate + cached.softmax_ps * 1e-12) / fit.fraction
         memory = hardware.memory_bandwidth_gb_s * 1e9 * cached.memory_fraction
         return cls(
             ROWS * point, fit.tile_us * 1e-6, fit.empty_us * 1e-6, heads / hardware.compute_units,
@@ -473,6 +494,13 @@ def _expert_copies(kernels: Kernels, timing: Timing, hardware: Hardware) -> Floa
     return copies_seconds(moved, copies, hardware) + sorting
 
 
+FORWARD_RECURRENCE, BACKWARD_RECURRENCE = 1.53, 0.885
+"""Speed of the kernels of a recurrence in either pass, over that of both (`recurrence_tflops`).
+
+Mamba-2's forward scan reaches 65.5 TFLOP/s on B200, where whole steps give 42.8
+(`benchmarks/fit_recurrence.py`); the ratio of one GPU stands for all."""
+
+
 def _chunked(kernels: Kernels, hardware: Hardware) -> Float:
     """A chunked recurrence at the speed that the hardware reaches in such kernels.
 
@@ -486,7 +514,9 @@ def _chunked(kernels: Kernels, hardware: Hardware) -> Float:
         return states
     if hardware.recurrence_tflops is not None:
         moved = memory_seconds(traffic, np.zeros_like(flops), hardware)
-        seconds = np.maximum(moved, flops / (hardware.recurrence_tflops * 1e12))
+        of_pass = np.where(kernels.backward, BACKWARD_RECURRENCE, FORWARD_RECURRENCE)
+        rate = hardware.recurrence_tflops * 1e12 * of_pass
+        seconds = np.maximum(moved, flops / rate)
     else:
         rows = np.maximum(chunk, 1)
         batch = np.ceil(size["s"] / rows) * size["b"] * size["g"] * size["h"]

@@ -21,6 +21,7 @@ from stagewright.time.roofline import (
     bytes_per_second,
     cached_attention_seconds,
     kernels_seconds,
+    masked_points,
 )
 from timed import algorithm_of
 
@@ -81,6 +82,38 @@ def test_a_chunk_takes_as_long_as_flash_attention() -> None:
     work = [np.array([x]) for x in sizes]
     found = float(cached_attention_seconds(*work, dtype="bf16", hardware=H100)[0])
     assert found == pytest.approx(986e-6, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "engine", "milliseconds"),
+    [("b200", "trtllm", 0.218), ("b200", "vllm", 0.146), ("h200", "sglang", 0.196)],
+)
+def test_windows_compute_whole_tiles(gpu: str, engine: str, milliseconds: float) -> None:
+    """Two prompts of 4,096 tokens with windows of 128 keys, 64 heads of 64 with 8 key-value heads.
+
+    The measured times are those of context_attention_perf (aiconfigurator@095f58a5).
+    """
+    on = resolve(gpu).for_inference(engine=engine)
+    b, q, h, kv, d, window = 2.0, 4096.0, 64, 8, 64, 128.0
+    pairs = q * window - window * (window - 1) / 2
+    moved = 2 * b * (q * kv * 2 * d + 2 * q * h * d)
+    sizes = (b * q * h, h / kv, b * h * pairs, b * q * kv, 4.0 * d, moved)
+    work = [np.array([x]) for x in sizes]
+    found, unmasked = (
+        float(cached_attention_seconds(*work, dtype="bf16", hardware=on, window=w)[0])
+        for w in (window, 0.0)
+    )
+    assert found == pytest.approx(milliseconds * 1e-3, rel=0.25)
+    assert found > unmasked
+
+
+def test_masked_points_of_tiles() -> None:
+    """Half a tile on the diagonal, and half at the lower edge of a window that queries reach."""
+    queries = np.full(4, 1024.0)
+    window = np.array([0.0, 128, 2048, 1024])
+    points = np.array([1024 * 512.0, 1024 * 128 - 64 * 127, 1024 * 512, 1024 * 768])
+    found = masked_points(queries, points, window) / queries
+    assert found == pytest.approx([64, 64 * (1 + 1 - 127 / 1024), 64, 64 * 1.5], rel=1e-3)
 
 
 @pytest.mark.parametrize(("gpus", "microseconds"), [(2, 2.8), (4, 3.3), (8, 4.0)])
@@ -272,6 +305,13 @@ def test_experts_in_four_bits_have_kernels_of_their_own() -> None:
     assert (marlin.least_rows, h200.sustained().products("bf16", grouped=True)) == (16, marlin)
     served = resolve("h200").for_inference(engine="vllm")
     assert served.products("bf16", grouped=True).least_rows == 32
+
+
+def test_experts_in_mxfp4_are_multiplied_in_mxfp8_on_amd() -> None:
+    """Rows of AITER's gptoss_fp8fp4_tuned_fmoe.csv and dsv4_fp8fp4_tuned_fmoe.csv on MI355X."""
+    on = resolve("mi355x").for_inference(weights="mxfp4", engine="vllm")
+    assert on.products("bf16", grouped=True).product == "mxfp8"
+    assert resolve("mi300x").for_inference(weights="mxfp4") == resolve("mi300x").for_inference()
 
 
 def test_biases_of_experts_are_within_their_products() -> None:
