@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from helpers import cases, pairs
+from helpers import pairs
 from spmd import BELOW, random_values, single
-from stagewright.errors import UserError
 from stagewright.graph.node import Graph
 from stagewright.graph.table import LEAVES
 from stagewright.lower.blocks import build_block
@@ -214,12 +213,6 @@ def test_one_message_between_stages() -> None:
     assert counts[0] == counts[1]
 
 
-@cases
-def test_multi_token_prediction_is_refused(settings: dict[str, Any], wanted: str) -> None:
-    with pytest.raises(UserError, match=wanted):
-        sw.compile(Run(**settings, mtp_num_layers=1))
-
-
 # ---- an encoder and a decoder --------------------------------------------------------------------
 
 
@@ -270,9 +263,3 @@ def test_flops_of_an_encoder_and_a_decoder() -> None:
     core = (t.phase == 0) & np.array([t.ops[i] == "attention" for i in t.op])
     pairs = 512 * 512 + 128 * 128 // 2 + 128 * 512
     assert int(t.flops[core].sum()) == layers * 4 * inner * pairs
-
-
-@cases
-def test_encoder_decoder_is_refused(settings: dict[str, Any], wanted: str) -> None:
-    with pytest.raises(UserError, match=wanted):
-        sw.compile(Run(**settings))

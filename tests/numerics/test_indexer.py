@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from helpers import cases
 from spmd import TINY, case, single
 from stagewright.blocks import Recipe
 from stagewright.graph.node import Graph, Node
@@ -162,14 +161,6 @@ def test_indexers_that_no_model_can_have() -> None:
             replace(tiny, **fields)
 
 
-@cases
-def test_what_an_indexer_does_not_go_with(
-    model: str, settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(sw.UserError, match=message):
-        sw.compile(sw.Run(model=model, layers=4, **settings))
-
-
 # ---- attention to compressed keys, and several residual streams (DeepSeek-V4) --------------------
 
 
@@ -241,12 +232,6 @@ def test_a_mix_keeps_the_sum_of_the_streams() -> None:
     got = single(Graph.of(c.block.graph.nodes, {"mix": mix}), c.sizes, c.values)["mix"]
     np.testing.assert_allclose(got.sum(-2), 1, atol=1e-5)  # whatever the number of iterations
     np.testing.assert_allclose(got.sum(-1), 1, atol=0.2)  # after three of them
-
-
-@cases
-def test_what_is_refused(settings: dict[str, object], said: str) -> None:
-    with pytest.raises(sw.UserError, match=said):
-        sw.compile(sw.Run(model=V4, layers=3, **settings))
 
 
 @pytest.mark.parametrize("settings", [{"tp": 2, "sequence_parallel": True}, {"pp": 3}, {"cp": 2}])

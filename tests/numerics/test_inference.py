@@ -552,13 +552,6 @@ def test_hostile_rows(rows: list[Any], wanted: str) -> None:
 # ---- refused -------------------------------------------------------------------------------------
 
 
-@cases
-def test_refused(fields: dict[str, Any], wanted: str) -> None:
-    with pytest.raises(UserError) as info:
-        run(**fields)
-    assert str(info.value).startswith(wanted)
-
-
 # ---- time ----------------------------------------------------------------------------------------
 
 
