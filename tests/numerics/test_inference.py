@@ -31,7 +31,6 @@ from stagewright.time.hardware import resolve
 from stagewright.views.summary import summary
 
 DECODE: dict[str, Any] = {"mode": "decode", "context_length": 4096}
-PREFILL: dict[str, Any] = {"mode": "prefill", "prompt_length": 1024}
 
 
 DENSE_V3 = replace(
@@ -98,31 +97,6 @@ def test_closed_form(
 
 
 # ---- FLOPs ---------------------------------------------------------------------------------------
-
-
-def test_layers_do_what_they_do_in_training() -> None:
-    """But for the diagonal, of which training's causal attention counts half."""
-    fields: dict[str, Any] = {"fuse": False}
-    served = work(run(**PREFILL, **fields))
-    trained = run(seq_length=1024, **fields)
-    (c,) = trained.program.classes
-    forward = Counter[str]()
-    for row in np.flatnonzero((c.tasks.phase == 0) & (c.tasks.layer >= 0)):
-        forward[c.tasks.ops[c.tasks.op[row]]] += int(c.tasks.flops[row])
-    assert served["einsum"] - 2 * 128256 * 8192 == forward["einsum"]
-    assert served["cached_attention"] - forward["attention"] == 80 * 4 * 8192 * 1024 // 2
-    assert served["glu"] == forward["glu"]
-
-
-def test_a_chunk_of_a_prompt_beside_decode() -> None:
-    """The tokens of both are one batch; the chunk's last token is predicted from."""
-    both = run(batch_size=6, prompt_length=512, dp=2, **DECODE)
-    decode = run(batch_size=6, **DECODE)
-    chunk = run(mode="prefill", batch_size=2, prompt_length=512)
-    for op in ("einsum", "cached_attention"):
-        assert work(both)[op] == work(decode)[op] + work(chunk)[op]
-    (c,) = both.program.classes
-    assert len(c.ranks) == 2  # all ranks have three requests and a chunk
 
 
 @given(
@@ -271,19 +245,6 @@ V3: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_ranks_of_dp_that_split_experts_exchange_as_many_copies() -> None:
-    """With 3 and with 2 requests: all ranks of a collective have the same bytes."""
-    compiled = run("qwen3-30b-a3b", dp=4, etp=4, batch_size=10, layers=1, **DECODE)
-    assert [len(c.ranks) for c in compiled.program.classes] == [2, 2]
-    copies = 10 * 8 * 2048 * 2
-    for c in compiled.program.classes:
-        sent = {c.tasks.names[i]: int(n) for i, n in zip(
-            c.tasks.name, c.tasks.comm_bytes, strict=True) if n}  # fmt: skip
-        assert sent == {
-            "layer0.expert_in.all_gather": copies // 4, "layer0.expert_out.reduce_scatter": copies,
-        }  # fmt: skip
-
-
 @pytest.mark.parametrize(("requests", "redundant"), [(32, 0), (64, 32), (4096, 0)])
 def test_weights_of_experts_that_get_tokens_are_read(requests: int, redundant: int) -> None:
     """Of E experts, T tokens with k each go to E (1 - (1 - k/E)^T) on average, if evenly spread."""
@@ -302,19 +263,6 @@ def test_weights_of_experts_that_get_tokens_are_read(requests: int, redundant: i
         assert t.traffic[row] == pytest.approx(weights + rows * (7168 + 2048) * 2, abs=2)
         # The product is timed of as many experts as some token goes to.
         assert t.shapes[t.shape[row]].extents[0] == ("batch", math.ceil(touched)), wide
-
-
-def test_all_ranks_tokens_make_the_rows_of_experts() -> None:
-    """Ranks with 3 and with 2 requests: experts get the same from all."""
-    program = run(**V3, batch_size=80, layers=4, expert_load="1", **DECODE).program
-    assert [len(c.ranks) for c in program.classes] == [16, 16]
-    for column in ("comm_bytes", "flops"):
-        seen: set[int] = set()
-        for c in program.classes:
-            name = c.tasks.names.index("layer3.up" if column == "flops"
-                                       else "layer3.dispatched.all_to_all")  # fmt: skip
-            seen.add(int(getattr(c.tasks, column)[np.flatnonzero(c.tasks.name == name)[0]]))
-        assert seen == {80 * 8 // 32 * 7168 * 2 * (2048 if column == "flops" else 1)}
 
 
 def test_redundant_experts_take_memory() -> None:
@@ -659,10 +607,3 @@ def test_chunks_of_a_prompt_cost_what_they_do_in_training() -> None:
     served = work(run(c, mode="prefill", prompt_length=2048, layers=1))["linear_attention_served"]
     trained = work(run(c, seq_length=2048, layers=1))["linear_attention"]
     assert served == trained
-
-
-def test_how_long_a_request_of_a_state_model_may_be_has_no_limit() -> None:
-    found = run("mamba-2.8b", mode="decode", device_memory="80e9").capacity
-    assert found is not None
-    assert found.tokens is None
-    assert found.requests > 1000

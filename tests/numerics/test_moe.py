@@ -278,12 +278,6 @@ def test_a_rank_sends_the_rows_of_its_tokens() -> None:
     assert sorted(sent) == [gate] * 2 * MOE.num_layers + [row] * 4 * MOE.num_layers
 
 
-def test_rows_are_rounded_up_to_what_ranks_share_evenly() -> None:
-    run = Run(model="moe", seq_length=6, dp=4, ep=2)
-    few = replace(MOE, top_k=1)
-    assert sizes_of(run.resolved(few), few)["R"] == 4 * 2  # 24 tokens on 4 experts: 6, as 4 x 1.5
-
-
 # ---- whole programs ------------------------------------------------------------------------------
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -289,16 +288,6 @@ def test_dense_models_have_no_experts_to_set(name: str) -> None:
 
 
 # ---- whole runs ----------------------------------------------------------------------------------
-
-
-def test_shares_are_exact() -> None:
-    run = Run(model="moe", dp=2, ep=2)
-    mesh, plan = parallelization(run, MOE)
-    routing = Routing.of(run, MOE, mesh, plan, 2 * 16)
-    extent = extent_of({}, mesh, {ROWS: routing.even()})
-    assert routing.taken(Fraction(1, 3)) == Fraction(32, 3)
-    assert extent(ROWS, ("dp",)) == 8  # of an expert, from one rank
-    assert extent(ROWS, ()) == 16
 
 
 def test_a_layer_without_rows_still_runs(run: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import fields, replace
 from functools import cache
 
@@ -61,17 +60,6 @@ def compare(
     path = path_parts(line, critical_path(line))
     assert abs(sum(path.values()) - line.seconds) < 1e-9 * line.seconds
     return line
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_without_overlap_no_step_is_faster(run: str) -> None:
-    """Of kernels and messages; a host may launch reductions at a better time (`order`)."""
-    program = programs(run)
-    for seed, alike in itertools.product(range(2), (True, False)):
-        seconds = [t * TICK for t in durations(program, seed, alike)]
-        least = timeline(program, seconds, WAYS["overlap"]).seconds
-        for way in ("no dp", "none"):
-            assert timeline(program, seconds, WAYS[way]).seconds >= least
 
 
 @pytest.mark.parametrize(("run", "way"), dict.fromkeys([*pairs(RUNS, WAYS, 6), *SHOWN]))
