@@ -6,7 +6,6 @@ import hashlib
 import subprocess
 import sys
 from dataclasses import fields
-from itertools import chain, pairwise, permutations
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from helpers import cases
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
-from stagewright.program.columns import Program, Tasks
+from stagewright.program.columns import Program
 from stagewright.run.settings import Run
 
 GPT = {"model": "gpt2", "layers": 4, "seq_length": 64}
@@ -57,34 +56,6 @@ def test_refused() -> None:
 
 
 # ---- ranks ---------------------------------------------------------------------------------------
-
-DEGREES = {"tp": 2, "cp": 3, "ep": 1, "dp": 2, "pp": 2}
-
-
-@pytest.mark.numerics
-@pytest.mark.parametrize("axes", list(permutations(("tp", "cp", "dp", "pp"))), ids="-".join)
-def test_order_of_ranks(axes: tuple[str, ...]) -> None:
-    """It changes who is where and nothing of what is done."""
-    settings = {**LLAMA, **DEGREES, "seq_length": 96, "zero": 1}
-    run = Run(**settings, order="-".join([*axes, "ep"]))
-    program, plain = compile(run).program, compile(Run(**settings)).program
-    for a, b in zip(program.classes, plain.classes, strict=True):
-        for f in fields(Tasks):
-            one, two = getattr(a.tasks, f.name), getattr(b.tasks, f.name)
-            assert np.array_equal(one, two) if isinstance(one, np.ndarray) else one == two, f.name
-    stride = {a: int(np.prod([DEGREES[x] for x in axes[:i]])) for i, a in enumerate(axes)}
-    groups = program.groups()
-    for slot, who in enumerate(program.communicators):
-        mine = [groups[g] for g in np.unique(program.group_of(slot)) if g]
-        if len(who.axes) == 1:
-            (axis,) = who.axes
-            steps = {b - a for ranks in mine for a, b in pairwise(ranks)}
-            assert steps == {stride[axis]}
-        assert sorted(chain(*mine)) == list(range(24))
-    for c in program.classes:
-        assert c.ranks.tolist() == [
-            r for r in range(24) if r // stride["pp"] % 2 == c.pipeline_rank
-        ]
 
 
 def test_hybrid_sharding() -> None:

