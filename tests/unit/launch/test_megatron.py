@@ -341,14 +341,7 @@ def test_copies_of_shards_follow_the_number_of_gpus(script: Callable[..., Path])
     assert sw.search(path, "h100-sxm", gpus=4, top=1).table("best").rows
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--tensor-model-parallel-size 1.5", "--tensor-model-parallel-size is 1.5, wanted a whole"),
-        ("--moe-aux-loss-coeff nan", "--moe-aux-loss-coeff is 'nan', wanted a number"),
-        ("--use-megatron-fsdp --data-parallel-sharding-strategy x", "strategy is 'x', wanted"),
-    ],
-)
+@cases
 def test_values_of_another_kind(script: Callable[..., Path], flags: str, said: str) -> None:
     with pytest.raises(UserError) as error:
         sw.load_run(script(f"{SMALL} {flags}"))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import stagewright as sw
+from helpers import cases
 from stagewright.api.experiments import load_experiment
 from stagewright.errors import UserError
 from stagewright.launch import files
@@ -120,34 +121,7 @@ def test_deepspeed(tmp_path: Path) -> None:
     assert experiment.execution.no_overlap == {"dp"}  # overlap_comm is off but in stage 3
 
 
-@pytest.mark.parametrize(
-    ("keys", "given", "wanted"),
-    [
-        ({"train_batch_size": 64}, {}, "in 1 microbatches of each rank of dp; give "
-         "--micro-batch-size, 64 / dp"),
-        ({"train_batch_size": 64, "gradient_accumulation_steps": 4}, {}, "batch-size, 16 / dp"),
-        ({"gradient_accumulation_steps": 4}, {}, "train_micro_batch_size_per_gpu is not given"),
-        ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}, {},
-         "train_micro_batch_size_per_gpu is auto"),
-        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto"}, {},
-         "gradient_accumulation_steps is auto; give --global-batch-size, 2 x dp x steps"),
-        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4,
-          "gradient_accumulation_steps": 3}, {}, "wanted a multiple of micro batches of 4 times"),
-        ({"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": "auto"}}, {},
-         "bf16 or fp16 is auto, as the program has it; give --precision"),
-        ({"train_micro_batch_size_per_gpu": "x"}, {}, "is 'x', wanted a whole number from 1"),
-        ({"train_micro_batch_size_per_gpu": 2, "bf16": {"bf16_optimizer_states": True}}, {},
-         "bf16.bf16_optimizer_states true is not modelled"),
-        ({"train_batch_size": 64, "gradient_accumulation_steps": 4},
-         {"micro_batch_size": 2, "dp": 8}, {"global_batch_size": 64, "microbatches": 4}),
-        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2,
-          "gradient_accumulation_steps": 4}, {}, {"dp": 8}),
-        ({"train_micro_batch_size_per_gpu": 2, "zero_optimization": {
-            "stage": 3, "zero_hpz_partition_size": 1, "mics_shard_size": -1,
-            "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, {"dp": 4},
-         {"dp_shard": None, "optimizer_offload_fraction": 0.5}),
-    ],
-)  # fmt: skip
+@cases
 def test_batches_and_precision_of_deepspeed(
     keys: dict[str, Any], given: dict[str, Any], wanted: str | dict[str, Any], tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import stagewright as sw
+from helpers import cases
 from stagewright.cli import main as cli
 from stagewright.errors import UserError
 from stagewright.launch import files, servers
@@ -125,17 +126,7 @@ def test_tensorrt_llm(tmp_path: Path) -> None:
     assert "options.yml, a file of options, is not here" in str(read(tmp_path, beside).notes)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (("", ""), "TP, DRAFTS are not set in the file; give: --set TP=VALUE --set DRAFTS=VALUE"),
-        (("--port $PORT", "--enable-lora"), "--enable-lora adapters"),
-        (("--port $PORT", "--new-flag 3"), "--new-flag 3 is not known here"),
-        (("deepseek_mtp", "medusa"), "speculative-config.method medusa is not modelled"),
-        (("{\"method\"", "[{\"method\""), "--speculative-config"),
-        (("deepseek-ai/DeepSeek-R1", "/data/$NAME"), ""),
-    ],
-)  # fmt: skip
+@cases
 def test_errors(tmp_path: Path, change: tuple[str, str], message: str) -> None:
     given = {} if change == ("", "") else {"TP": "4", "DRAFTS": "2"}
     text = VLLM.replace(*change)

@@ -9,7 +9,7 @@ import yaml
 
 import stagewright as sw
 from documents import PAGES, blocks
-from helpers import DOCS, EXAMPLES, needed
+from helpers import DOCS, EXAMPLES, cases, needed
 
 jsonschema = needed("jsonschema", "dev")
 SCHEMA = json.loads((DOCS / "reference/run.schema.json").read_text(encoding="utf-8"))
@@ -50,25 +50,7 @@ def test_run_files_validate(text: str, tmp_path: Path):
     sw.load_run(tmp_path / "run.yaml")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{model: gpt2, tpp: 2}",
-        "{model: gpt2, tp: two}",
-        "{model: gpt2, tp: 2.5}",
-        "{model: gpt2, tp: 0}",
-        "{model: 5}",
-        "{model: gpt2, fuse: 3}",
-        "{model: gpt2, recompute: fulll}",
-        "{model: gpt2, precision: fp7}",
-        "{model: gpt2, no_overlap: 5}",
-        "{model: gpt2, parallelism: {micro_batch_size: 1}}",
-        "{model: gpt2, training: {seq_lem: 64}}",
-        "{model: gpt2, trainin: {seq_len: 64}}",
-        "{model: gpt2, use_distributed_optimizer: 3}",
-        "[gpt2]",
-    ],
-)
+@cases
 def test_mistakes_do_not_validate(text: str, tmp_path: Path):
     assert errors(text)
     (tmp_path / "run.yaml").write_text(text)

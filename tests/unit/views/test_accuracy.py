@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import stagewright as sw
-from helpers import ROOT
+from helpers import ROOT, cases
 from stagewright.cli.main import main
 from stagewright.views.accuracy import PAGE, GroupError, error_of_step, nearest, table
 
@@ -22,18 +22,7 @@ def printed(capsys: pytest.CaptureFixture[str], *command: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("settings", "answer", "group"),
-    [
-        ({}, "train-dense", ("h100-sxm", "bf16")),
-        ({"precision": "fp8"}, "train-dense", ("h100-sxm", "fp8")),
-        ({"lora_rank": 16}, "train-lora", ("h100-sxm", "bf16")),
-        ({"model": "mixtral-8x7b", "hardware": "b200"}, "train-moe", ("b200", "bf16")),
-        ({"mode": "decode"}, "decode", ("h100-sxm", "llama", "bf16")),
-        ({"mode": "prefill", "hardware": "h200", "weight_precision": "fp8"}, "first-token",
-         ("h200", "llama", "fp8")),
-    ],
-)  # fmt: skip
+@cases
 def test_a_step_has_the_errors_of_its_group(
     settings: dict[str, Any], answer: str, group: tuple[str, ...]
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import stagewright as sw
-from helpers import ROOT
+from helpers import ROOT, cases
 from stagewright.api.simulated import Simulation
 from stagewright.cli.main import main
 from stagewright.evidence.inference import HOST_MS
@@ -94,14 +94,7 @@ def test_tensor_parallelism_that_leaves_the_node_is_said(
     assert "tp=16 crosses the NVLink domain of 8 GPUs" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("settings", "lost"),
-    [
-        ({"schedule": "zbv"}, True),
-        ({"schedule": "zbv", "reshard_after_forward": False}, False),
-        ({"schedule": "interleaved"}, False),
-    ],
-)
+@cases
 def test_gradients_that_pytorch_loses_are_said(settings: dict[str, Any], lost: bool) -> None:
     run = {"pp": 2, "vpp": 2, "dp": 2, "zero": 3, "framework": "torchtitan", "seq_length": 128}
     found = sw.compile("llama3-8b", layers=4, global_batch_size=16, **run, **settings)

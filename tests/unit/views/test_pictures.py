@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
+from helpers import cases
 from stagewright.program import traffic
 from stagewright.program.columns import COLLECTIVES, Program, TaskKind
 from stagewright.schedule.actions import flat
@@ -42,13 +43,7 @@ def root(text: str) -> ElementTree.Element:
 # ---- schedules -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "pp", "microbatches", "vpp"),
-    [
-        *[("gpipe", 3, 5, 1), ("1f1b", 4, 8, 1), ("interleaved", 2, 4, 3), ("zb-h1", 3, 6, 1)],
-        *[("zbv", 2, 6, 2), ("dualpipev", 2, 6, 2), ("dualpipe", 4, 8, 1), ("looped-bfs", 2, 4, 2)],
-    ],
-)
+@cases
 def test_a_schedule_has_a_box_for_each_action(name: str, pp: int, microbatches: int, vpp: int):
     order = make(name, pp, microbatches, vpp)
     picture = root(schedule.picture(order))
