@@ -150,11 +150,11 @@ def _later(time: Any, other: Any) -> Any:
     return maximum(time, other)
 
 
-def play(order: Order, cost: Cost, delay: Any = 0) -> dict[Action, tuple[Any, Any]]:
+def play(order: Order, cost: Cost) -> dict[Action, tuple[Any, Any]]:
     """Start and end of every action if each rank works through its list as soon as it can.
 
-    Actions that overlap start and end together, and so do the ranks that share a stage. `delay` as
-    in `ends`; raises UserError for an order that cannot complete (`plan`).
+    Actions that overlap start and end together, and so do the ranks that share a stage. Messages
+    take no time. Raises UserError for an order that cannot complete (`plan`).
 
     >>> from stagewright.schedule.text import from_csv
     >>> play(from_csv("0F0,0B0\\n1F0,1B0"), {"F": 1, "B": 2})
@@ -162,7 +162,7 @@ def play(order: Order, cost: Cost, delay: Any = 0) -> dict[Action, tuple[Any, An
     """
     planned = plan(order)
     price = cost if callable(cost) else partial(_price, cost)
-    pairs = zip(planned, ends(planned, cost, delay), strict=True)
+    pairs = zip(planned, ends(planned, cost), strict=True)
     return {a: (end - price(of.step), end) for of, end in pairs for a in parts(of.step)}
 
 
@@ -240,16 +240,12 @@ def bubble(order: Order) -> float:
 # ---- validity ------------------------------------------------------------------------------------
 
 
-def validate(
-    order: Order, stages: int, microbatches: int, shared: frozenset[int] = frozenset()
-) -> None:
+def validate(order: Order, stages: int, microbatches: int) -> None:
     """Raise UserError unless `order` does every stage's work once and can run to its end.
 
     For every stage and microbatch there must be, on one rank, one F, and either one B or one I and
     one W; no rank may wait for ever; and ranks that hold the same stage must run the same actions.
-    Every rank must run all actions of the `shared` stages, in one order.
     """
-    _check_shared(order, shared)
     home: dict[tuple[int, int], int] = {}
     actions_of: dict[tuple[int, int], list[Action]] = {}
     for rank, steps in enumerate(order):
@@ -259,8 +255,6 @@ def validate(
                 "rank; remove the rank, or move a stage to it"
             )
         for action in flat(steps):
-            if rank and action.stage in shared:
-                continue
             pair = action.stage, action.microbatch
             if home.setdefault(pair, rank) != rank:
                 raise UserError(
@@ -283,17 +277,3 @@ def validate(
         raise UserError(f"pipeline order: got {extra}, wanted only {sizes}{advice}")
     play(order, SLOTS)
     mirrored(order)
-
-
-def _check_shared(order: Order, shared: frozenset[int]) -> None:
-    """Raise UserError unless ranks run shared stages, which have collectives, in one order."""
-    first, *others = ([a for a in flat(steps) if a.stage in shared] for steps in order)
-    for rank, actions in enumerate(others, 1):
-        for action, of_first in itertools.zip_longest(actions, first):
-            if action != of_first:
-                raise UserError(
-                    f"pipeline order: all ranks share stage {(action or of_first).stage}, and rank "
-                    f"{rank} has {action or 'no action'} where rank 0 has "
-                    f"{of_first or 'no action'}; "
-                    "put actions of shared stages in one order on all ranks"
-                )

@@ -217,9 +217,8 @@ class Push(NamedTuple):
     tokens: int
     last: bool
     """Last chunk of the prompt, with which windows are sent."""
-    step_begin: float
-    """Begin of the step that computed it."""
     step_end: float
+    """End of the step that computed it."""
     begins: float
     """Begin of the transfer on its links."""
     arrives: float
@@ -358,7 +357,7 @@ class KvTransfers:
             if math.isnan(handover.begins[request]):
                 handover.begins[request] = begins
             handover.arrives[request] = arrives
-            push = Push(request, tokens, last_chunk, begin, end, begins, arrives)
+            push = Push(request, tokens, last_chunk, end, begins, arrives)
             handover.pushes.append(push)
             handover.bytes[request] += cost.bytes(tokens, last_chunk)
             handover.tokens[request] += tokens

@@ -39,7 +39,6 @@ class Drafts:
     """Probability, for each draft, that it and all before it are accepted."""
     slots: int
     """Cache positions that a step has beyond the tokens computed before it."""
-    seed: int = 0
     _tokens: list[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -48,11 +47,11 @@ class Drafts:
         for share in self.accepted_up_to:
             for index in range(round(share * DRAWS)):
                 tokens[index] += 1
-        random.Random(self.seed).shuffle(tokens)
+        random.Random(0).shuffle(tokens)
         object.__setattr__(self, "_tokens", tokens)
 
     @classmethod
-    def of_length(cls, number: int, length: float, slots: int, seed: int = 0) -> Drafts:
+    def of_length(cls, number: int, length: float, slots: int) -> Drafts:
         """Drafts of an acceptance length, with the least variance.
 
         >>> Drafts.of_length(4, 2.75, slots=5).accepted_up_to
@@ -63,18 +62,16 @@ class Drafts:
                 f"--acceptance-length is {length:g}, wanted 1 to {number + 1}: of "
                 f"{number} drafts at most as many are right, and one token comes behind them"
             )
-        return cls(
-            number, tuple(min(max(length - 1 - n, 0.0), 1.0) for n in range(number)), slots, seed
-        )
+        return cls(number, tuple(min(max(length - 1 - n, 0.0), 1.0) for n in range(number)), slots)
 
     @classmethod
-    def of_rate(cls, number: int, rate: float, slots: int, seed: int = 0) -> Drafts:
+    def of_rate(cls, number: int, rate: float, slots: int) -> Drafts:
         """Drafts that are accepted with a probability if those before them are.
 
         >>> Drafts.of_rate(2, 0.5, slots=3).length
         1.75
         """
-        return cls(number, tuple(rate ** (n + 1) for n in range(number)), slots, seed)
+        return cls(number, tuple(rate ** (n + 1) for n in range(number)), slots)
 
     @property
     def length(self) -> float:
