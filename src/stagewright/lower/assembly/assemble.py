@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from functools import lru_cache
 
 import numpy as np
 
@@ -46,15 +45,14 @@ def assemble(
     """
     pp, weights = len(order), habits.unit_weights()
     schedules = rank_schedules(order, unshards=weights.gathers_first)
-    trains = any((~np.isin(s.kind, (FORWARD, UNSHARD))).any() for s in schedules)
     stage_places, between = places(order), crossings(stages, message_parts)
     keys = [
-        StageKey.of(stages[p.stage], p, between, pp, habits, trains=trains, layers=layers)
-        for p in stage_places
+        StageKey.of(stages[p.stage], p, between, pp, habits, layers=layers) for p in stage_places
     ]
     rank_keys = [[key for key in keys if key.place.rank == rank] for rank in range(pp)]
     rank_labels = [[key.labels for key in keys] for keys in rank_keys]
-    by_class, rank_classes = _build_stages(rank_keys)
+    trains = any((~np.isin(s.kind, (FORWARD, UNSHARD))).any() for s in schedules)
+    by_class, rank_classes = _build_stages(rank_keys, trains=trains)
     labels: dict[int, StageLabels] = {}  # those of the first stage of each class
     for classes, of_rank in zip(rank_classes, rank_labels, strict=True):
         for stage_class, stage_labels in zip(classes, of_rank, strict=True):
@@ -70,16 +68,11 @@ def assemble(
     optimizers = Interner[_OptimizerKey]()
     optimizer = [optimizers((classes, _last_actions(schedule)))
                  for classes, schedule in zip(rank_classes, schedules, strict=True)]  # fmt: skip
-    table = _table(
-        tuple(by_class),
-        tuple(labels[c] for c in range(len(by_class))),
-        tuple(dict.fromkeys(rank_classes)),
-        tuple(distinct.table),
-        tuple(optimizers.table),
-        clip,
-        pp,
-        tuple(_tied_ranks(stages, stage_places).items()),
-    )
+    table = ActionTable(
+        by_class, [*labels.values()], [*dict.fromkeys(rank_classes)],
+        [*distinct.table], [classes for classes, _ in optimizers.table], clip,
+        TaskColumns(pp, _tied_ranks(stages, stage_places)),
+    )  # fmt: skip
     for rank, index in enumerate(optimizer):
         if len(table.optimizer_step(index)):
             actions[rank] = np.append(actions[rank], table.first_optimizer + index)
@@ -116,14 +109,6 @@ def _tied_ranks(
 # ---- stages --------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=64)  # the best runs of a search have few stage classes
-def _build(key: StageKey) -> Stage:
-    """Build the rows of a stage that exchanges values by messages only."""
-    stage = Stage(key)
-    _build_rows([stage], trains=key.trains)
-    return stage
-
-
 def _build_rows(stages: Sequence[Stage], *, trains: bool) -> None:
     """Build the rows of stages that exchange values in memory."""
     for stage in stages:
@@ -137,7 +122,7 @@ def _build_rows(stages: Sequence[Stage], *, trains: bool) -> None:
 
 
 def _build_stages(
-    rank_keys: Sequence[Sequence[StageKey]],
+    rank_keys: Sequence[Sequence[StageKey]], *, trains: bool
 ) -> tuple[list[Stage], list[tuple[int, ...]]]:
     """Build the stages of all ranks: by stage class, and the classes of each rank's stages.
 
@@ -153,7 +138,8 @@ def _build_stages(
             if key.messages_only:
                 stage_class = class_of.setdefault((key, key.shifts), len(stages))
                 if stage_class == len(stages):
-                    stages.append(_build(key))
+                    stages.append(Stage(key))
+                    _build_rows(stages[-1:], trains=trains)
             else:
                 stage_class = len(stages)
                 joined.append(Stage(key))
@@ -161,14 +147,13 @@ def _build_stages(
             classes.append(stage_class)
         for stage in joined:
             stage.join({other.stage: other for other in joined})
-        _build_rows(joined, trains=any(key.trains for key in keys))
+        _build_rows(joined, trains=trains)
         rank_classes.append(tuple(classes))
     return stages, rank_classes
 
 
 # ---- distinct actions ----------------------------------------------------------------------------
 
-_Actions = tuple[tuple[StagePart, ...], ...]
 _OptimizerKey = tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]
 """Classes of a rank's stages; (local stage, pass part, kind) of actions that end backwards."""
 
@@ -205,20 +190,3 @@ def _last_actions(schedule: RankSchedule) -> tuple[tuple[int, int, int], ...]:
         if action >= 0
     )
     return tuple(end for _, end in ends)
-
-
-@lru_cache(maxsize=16)  # the same actions in another order, on another machine
-def _table(
-    stages: tuple[Stage, ...],
-    labels: tuple[StageLabels, ...],
-    rank_classes: tuple[tuple[int, ...], ...],
-    actions: _Actions,
-    optimizers: tuple[_OptimizerKey, ...],
-    clip: ClipNorm | None,
-    pipeline_ranks: int,
-    tied_ranks: tuple[tuple[str, tuple[int, ...]], ...],
-) -> ActionTable:
-    """Build the rows of distinct actions (`ActionTable`)."""
-    columns = TaskColumns(pipeline_ranks, dict(tied_ranks))
-    classes = [stage_classes for stage_classes, _ in optimizers]
-    return ActionTable(stages, labels, rank_classes, actions, classes, clip, columns)

@@ -109,27 +109,10 @@ class RankSchedule:
         return mask
 
 
-class _ById:
-    """Order compared by identity: comparing two by value takes as long as reading them."""
-
-    def __init__(self, order: Order) -> None:
-        self.order = order
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ById) and self.order is other.order
-
-    def __hash__(self) -> int:
-        return id(self.order)
-
-
-def rank_schedules(order: Order, *, unshards: bool) -> tuple[RankSchedule, ...]:
-    """Schedule of each rank; the same order gives the same arrays."""
-    return _rank_schedules(_ById(order), unshards=unshards)
-
-
 @lru_cache(maxsize=16)
-def _rank_schedules(order: _ById, *, unshards: bool) -> tuple[RankSchedule, ...]:
-    return tuple(RankSchedule.from_steps(steps, unshards=unshards) for steps in order.order)
+def rank_schedules(order: Order, *, unshards: bool) -> tuple[RankSchedule, ...]:
+    """Schedule of each rank; equal orders give the same arrays."""
+    return tuple(RankSchedule.from_steps(steps, unshards=unshards) for steps in order)
 
 
 # ---- the order of a rank -------------------------------------------------------------------------

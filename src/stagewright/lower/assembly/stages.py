@@ -51,10 +51,10 @@ _MESSAGES = (TaskKind.SEND, TaskKind.RECV)
 
 @dataclass(frozen=True, slots=True)
 class StageKey:
-    """Cache key of a stage: equal keys share rows.
+    """Content of a stage: those with equal keys share rows.
 
-    Rows of stages with equal keys differ in stage, layers and labels of layers only, and their
-    messages in the ranks that they go to.
+    These differ in stage, layers and labels of layers only, and messages in the ranks that they go
+    to.
     """
 
     blocks: Sequence[StageBlock] = field(compare=False)
@@ -64,8 +64,6 @@ class StageKey:
     leaving: tuple[Crossing, ...]
     """Values for the next stage."""
     habits: Habit
-    trains: bool
-    """True if there are backwards."""
     block_keys: tuple[Hashable, ...]
     ends: tuple[bool, bool]
     """True if there is no previous stage, no next one."""
@@ -80,7 +78,6 @@ class StageKey:
         pipeline_ranks: int,
         habits: Habit,
         *,
-        trains: bool,
         layers: Mapping[int, Hashable] | None = None,
     ) -> StageKey:
         """`between`: values between each stage and the next; `layers`: extra key per layer."""
@@ -97,9 +94,7 @@ class StageKey:
             for rank in (place.before, place.after)
         )
         ends = before is None, after is None
-        return cls(
-            blocks, place, arriving, leaving, habits, trains, block_keys, ends, (before, after)
-        )
+        return cls(blocks, place, arriving, leaving, habits, block_keys, ends, (before, after))
 
     @property
     def labels(self) -> StageLabels:
