@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from stagewright.serving.batch import UNLIMITED, DecodeRun
+from stagewright.serving.batch import UNLIMITED, BatchPlan, DecodeRun
 from stagewright.serving.engine import Engine
 from stagewright.serving.host import HostTimes
 from stagewright.serving.lockstep import LockstepGroup
@@ -29,7 +29,7 @@ class LinearTimes:
     per_key: float = 0.0
 
     def linear_run(self, requests: int, keys: int) -> DecodeRun:
-        """Run of any number of steps (`BatchTimes.linear_run`)."""
+        """Run of any number of steps (`StepTimes.linear_run`)."""
         seconds = self.base + (self.per_token + self.per_request) * requests + self.per_key * keys
         return DecodeRun(UNLIMITED, seconds, self.per_key * requests)
 
@@ -42,9 +42,13 @@ class LinearTimes:
         num_decodes: int = 0,
         decode_keys: int = 0,
     ) -> float:
-        """Like `BatchTimes.step`; pairs cost nothing besides their tokens and keys."""
+        """Like `StepTimes.step`; pairs cost nothing besides their tokens and keys."""
         of_tokens = self.base + self.per_token * tokens
         return of_tokens + self.per_request * requests + self.per_key * keys
+
+    def group_runs(self, plans: Sequence[BatchPlan], mean_tokens: float) -> list[DecodeRun]:
+        """Runs of replicas, which do not depend on the tokens of others."""
+        return [plan.run for plan in plans]
 
 
 NO_HOST = HostTimes()

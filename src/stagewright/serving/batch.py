@@ -1,10 +1,10 @@
-"""Batch of an engine step, rules for its KV blocks, and durations of steps."""
+"""Batch of an engine step, rules for its KV blocks, and runs of decode steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 UNLIMITED = 1 << 60
 
@@ -60,33 +60,6 @@ class BatchPlan(NamedTuple):
     tokens: int
     """New tokens of a step."""
     requests: int
-
-
-class BatchTimes(Protocol):
-    """Durations (s) of the steps of one engine, as functions of sums over a batch.
-
-    `keys`: tokens in the KV cache after the step, context and new ones, summed over requests.
-    `pairs`: pairs of a query and a key, `new * context + new * (new + 1) / 2` of each request.
-    """
-
-    def linear_run(self, requests: int, keys: int) -> DecodeRun:
-        """Run of the next decode steps, as long as the series holds (at least 1 step)."""
-        ...
-
-    def step(
-        self,
-        tokens: int,
-        pairs: int,
-        keys: int,
-        requests: int,
-        num_decodes: int = 0,
-        decode_keys: int = 0,
-    ) -> float:
-        """Seconds of a step with any batch, of which `num_decodes` requests decode.
-
-        `decode_keys`: the part of `keys` that belongs to these.
-        """
-        ...
 
 
 def series_sum(first: float, growth: float, steps: int) -> float:

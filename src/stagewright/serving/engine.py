@@ -17,14 +17,13 @@ from typing import NamedTuple, Protocol
 from stagewright.serving.batch import (
     NO_RUN,
     BatchPlan,
-    BatchTimes,
     CacheRules,
     DecodeRun,
     StepBatch,
     series_sum,
     steps_to_reach,
 )
-from stagewright.serving.kv_cache import NO_HIT, CacheHit, PagedKvCache
+from stagewright.serving.kv_cache import CacheHit, PagedKvCache
 from stagewright.serving.speculative import Drafts
 from stagewright.serving.step_log import (
     GAPS,
@@ -34,6 +33,7 @@ from stagewright.serving.step_log import (
     EngineSamples,
     StepLog,
 )
+from stagewright.serving.steps.step_times import StepTimes
 from stagewright.serving.workload import NO_CHAIN, Chain, Records, Workload
 
 
@@ -120,7 +120,7 @@ class Engine:
         records: Records,
         kv_cache: PagedKvCache,
         scheduler: Scheduler,
-        times: BatchTimes,
+        times: StepTimes,
         sample_every: float = math.inf,
     ) -> None:
         """Start idle. `sample_every`: seconds between samples of queue, batch and cache."""
@@ -292,14 +292,8 @@ class Engine:
         """
         request = self.waiting[0]
         size, kv_cache, records = self.block_size, self.kv_cache, self.records
-        segments, ends = NO_CHAIN if self._chains is None else self._chains[request]
-        preempted = request in self._preempted
-        if segments or preempted:
-            tokens, hit, private_blocks = self.cached_prefix(request)
-        else:
-            tokens, hit, private_blocks = self.prompt[request], NO_HIT, 0
-            if self.generated:
-                tokens += self.generated.get(request, 0)
+        segments, ends = self.chain(request)
+        tokens, hit, private_blocks = self.cached_prefix(request)
         cached_blocks = hit.blocks + private_blocks
         computed = cached_blocks * size
         chunk = tokens - computed
@@ -312,7 +306,7 @@ class Engine:
         needed = per_request - (-(tokens if full_sequence_must_fit else computed) // size)
         if needed - hit.blocks + hit.evictable > kv_cache.free:
             return 0
-        if preempted:
+        if request in self._preempted:
             kv_cache.resume(request, private_blocks)
         elif math.isnan(records.scheduled[request]):
             records.scheduled[request] = self.now

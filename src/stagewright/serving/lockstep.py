@@ -10,13 +10,11 @@ all ranks. In vLLM all engines step while any of them has requests (vllm-project
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from stagewright.serving.batch import NO_RUN, BatchPlan, DecodeRun, series_sum
 from stagewright.serving.engine import Engine
-
-GroupTimes = Callable[[Sequence[BatchPlan], float], Sequence[DecodeRun]]
-"""Runs of replicas, by the mean tokens of their batches (`StepTimes.group_runs`)."""
+from stagewright.serving.steps.step_times import StepTimes
 
 
 class LockstepGroup:
@@ -29,7 +27,7 @@ class LockstepGroup:
         self.next_event = math.inf
         """End of the current steps of all engines or, if idle, the next arrival."""
         self._run = NO_RUN
-        self._times: GroupTimes | None = getattr(engines[0].times, "group_runs", None)
+        self._times = engines[0].times
         for engine in self.engines:
             engine.clock = self
 
@@ -80,15 +78,12 @@ class LockstepGroup:
             engine.follow(run, self.next_event)
 
 
-def slowest_run(plans: Sequence[BatchPlan], times: GroupTimes | None, replicas: int) -> DecodeRun:
+def slowest_run(plans: Sequence[BatchPlan], times: StepTimes, replicas: int) -> DecodeRun:
     """Run of a group: the slowest replica's, for as many steps as it stays the slowest.
 
-    `plans`: batches of the replicas that are not idle, at least one, of `replicas` in all. Without
-    `times` the steps of a replica do not depend on the tokens of others.
+    `plans`: batches of the replicas that are not idle, at least one, of `replicas` in all.
     """
-    runs: Sequence[DecodeRun] = [plan.run for plan in plans]
-    if times is not None:
-        runs = times(plans, sum(plan.tokens for plan in plans) / replicas)
+    runs = times.group_runs(plans, sum(plan.tokens for plan in plans) / replicas)
     steps = min(run.steps for run in runs)
     _, seconds, growth = max(runs, key=lambda run: run[1:])
     for _, first, faster in runs if steps > 1 else ():

@@ -223,7 +223,7 @@ class RankTable(NamedTuple):
 
 
 class BatchSums(NamedTuple):
-    """Sums of a batch over its requests, and over those that decode (`batch.BatchTimes`)."""
+    """Sums of a batch over its requests, and over those that decode (`step_times.StepTimes`)."""
 
     tokens: float
     pairs: float

@@ -136,7 +136,11 @@ class DecodePieces(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepTimes:
-    """Seconds between two step starts of a replica; with pp, one round of all batches."""
+    """Seconds between two step starts of a replica; with pp, one round of all batches.
+
+    `keys`: tokens in the KV cache after the step, context and new ones, summed over requests.
+    `pairs`: pairs of a query and a key, `new * context + new * (new + 1) / 2` of each request.
+    """
 
     max_tokens: int
     max_requests: int
@@ -179,7 +183,10 @@ class StepTimes:
         num_decodes: int = 0,
         decode_keys: int = 0,
     ) -> float:
-        """Seconds of a step with any batch (`BatchTimes.step`)."""
+        """Seconds of a step with any batch, of which `num_decodes` requests decode.
+
+        `decode_keys`: the part of `keys` that belongs to these.
+        """
         batch = BatchSums(tokens, pairs, keys, requests, num_decodes, decode_keys)
         if not num_decodes:
             seconds = (self.prompts if keys > tokens else self.uncached_prompts).seconds(batch)
@@ -207,7 +214,7 @@ class StepTimes:
     # ---- decode ----------------------------------------------------------------------------------
 
     def linear_run(self, requests: int, keys: int) -> DecodeRun:
-        """Run of the next decode steps (`BatchTimes.linear_run`)."""
+        """Run of the next decode steps, as long as their durations are a series (at least 1)."""
         host = self.host
         if self.drafting is None and not host.overlaps_gpu:  # without copies of runs: most steps
             return self._decode(requests, keys, host.exposed(requests))
