@@ -274,7 +274,7 @@ def test_changes_add_up(settings: dict[str, Any]) -> None:
     for of in classes(**settings):
         start, allocated, freed = of.work.changes
         held, most = start.copy(), 0
-        timeline = over_time.timeline(of)
+        timeline = of.work.changes.in_use
         for row in range(len(of.tasks)):
             held = held + allocated[:, row]
             assert (held == timeline[:, row]).all()
@@ -313,7 +313,7 @@ def test_weight_gradients_hold_activations_until_they_are_done() -> None:
 
 def test_what_is_alive_at_the_peak_is_the_peak() -> None:
     for of in classes(**RUNS[1]):
-        row = over_time.peak_row(of.values, len(of.tasks))
+        row = of.work.changes.peak_row
         found = over_time.groups_alive(of.values, row)
         assert sum(g.bytes for g in found) == of.memory["peak"]
         for category in CATEGORIES:

@@ -9,7 +9,6 @@ import pytest
 
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
-from stagewright.program import memory
 from stagewright.program.columns import CATEGORIES, Program
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
@@ -58,7 +57,7 @@ def test_without_overlap_it_is_memory_over_rows() -> None:
     program = compile(Run(**RUNS["dp"] | {"dp": 1, "global_batch_size": 1})).program
     (of,) = program.classes
     line = timeline(program, [np.full(len(of.work.actions.tasks), 1e-6)])
-    assert memory_timeline(line, 0).peak == memory.timeline(of).sum(axis=0).max()
+    assert memory_timeline(line, 0).peak == of.work.changes.in_use.sum(axis=0).max()
     assert peak(line, 0).by_category.items() <= of.memory.items()
 
 

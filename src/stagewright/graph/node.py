@@ -113,15 +113,15 @@ def node(
         role,
         binding,
     )
-    found = _interned.get(key)
-    if found is None:
-        found = _interned[key] = Node(*key)
-    return found
+    return _intern(key)
 
 
 def replace(old: Node, **changes: Any) -> Node:
     """`old` with some fields changed."""
-    key: tuple[Any, ...] = tuple(changes[f] if f in changes else getattr(old, f) for f in _FIELDS)
+    return _intern(tuple(changes[f] if f in changes else getattr(old, f) for f in _FIELDS))
+
+
+def _intern(key: tuple[Any, ...]) -> Node:
     found = _interned.get(key)
     if found is None:
         found = _interned[key] = Node(*key)

@@ -8,8 +8,8 @@ microbatch is a copy. Simulation, memory and checks of a step read the actions; 
 partners by slot: `communicators` turns a slot and a rank into a group or a peer by arithmetic on
 the mesh. Simulation, search and views, not traces, ask `comm_axes` for the parallel degrees that a
 row communicates along; `traffic` adds up the bytes between ranks. `Values` says between which rows
-each value lives, `MemoryChanges` what each row allocates and frees; `memory` has the timelines that
-follow, `fit` compares peaks with a device. `shapes` is what a kernel's duration follows from.
+each value lives, `MemoryChanges` what each row allocates and frees; `memory` has samples of the
+bytes in use, `fit` compares peaks with a device. `shapes` is what a kernel's duration follows from.
 `fold` shrinks a program to the fewest ranks that any check needs.
 
 Start with the docstrings of `columns.Tasks` and `columns.Actions`.

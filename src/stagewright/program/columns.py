@@ -230,8 +230,13 @@ class MemoryChanges(NamedTuple):
         in_use[:, 1:] -= self.freed[:, :-1].cumsum(axis=1)
         return in_use
 
+    @property
+    def peak_row(self) -> int:
+        """First row, in program order, during which the most bytes are in use."""
+        return int(np.argmax(self.in_use.sum(axis=0)))
+
     def at_peak(self) -> dict[str, int]:
-        """Bytes by category at the first row with the most in program order; their sum, `peak`."""
+        """Bytes by category at `peak_row`, and their sum, `peak`."""
         in_use, at = self.in_use, self.start
         if in_use.size:
             at = in_use[:, int(np.argmax(in_use.sum(axis=0)))]

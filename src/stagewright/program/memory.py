@@ -1,4 +1,4 @@
-"""Memory over the rows of a rank's program: changes, timeline, peak, live values.
+"""Memory over the rows of a rank's program: samples of the bytes in use, live values.
 
 Allocation is ideal: a value is live from before the row that makes it until after the last row that
 reads it. Rows are in program order.
@@ -6,7 +6,7 @@ reads it. Rows are in program order.
 >>> from stagewright.lower.compile import compile
 >>> from stagewright.run.settings import Run
 >>> (rank_class,) = compile(Run(model="gpt2", layers=2, seq_length=64)).program.classes
->>> in_use = timeline(rank_class)
+>>> in_use = rank_class.work.changes.in_use
 >>> int(in_use.sum(axis=0).max()) == rank_class.memory["peak"]
 True
 >>> [name for name, size in zip(CATEGORIES, in_use[:, -1], strict=True) if size > 99]
@@ -22,14 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Int
-from stagewright.program.columns import CATEGORIES, MemoryChanges, RankClass, Values
+from stagewright.program.columns import CATEGORIES, RankClass, Values
 
 _Ints = NDArray[np.integer[Any]]
-
-
-def timeline(rank_class: RankClass) -> Int:
-    """Bytes in use by category while each row runs: [categories, rows]."""
-    return rank_class.work.changes.in_use
 
 
 class Samples(NamedTuple):
@@ -41,7 +36,7 @@ class Samples(NamedTuple):
 
 def samples(rank_class: RankClass, points: int) -> Samples:
     """Reduce a timeline to at most `points`, of spans of equal length."""
-    in_use = timeline(rank_class)
+    in_use = rank_class.work.changes.in_use
     total = in_use.sum(axis=0)
     edges = [total.size * i // points for i in range(points + 1)]
     peaks = [a + int(np.argmax(total[a:b])) for a, b in itertools.pairwise(edges) if b > a]
@@ -82,11 +77,6 @@ def groups_alive(values: Values, row: int) -> list[ValueGroup]:
             )
         )
     return sorted((g for g in groups if g.bytes), key=lambda g: (-g.bytes, g.category, g.name))
-
-
-def peak_row(values: Values, rows: int) -> int:
-    """First row during which the most bytes are in use."""
-    return int(np.argmax(MemoryChanges.of(values, rows).in_use.sum(axis=0))) if rows else 0
 
 
 def alive(values: Values, row: int) -> _Ints:

@@ -92,11 +92,6 @@ class Requests(Protocol):
     finished: int
     instances: list[tuple[float, int]]
 
-    @property
-    def has_events(self) -> bool:
-        """True if anything is to happen."""
-        ...
-
     def post_event(self, engine: int) -> None:
         """Add the next event of an engine, which may have changed."""
         ...
@@ -312,11 +307,11 @@ class Operator:
                 self._leaving.add(leaving)
                 if _is_empty(engines[-1]):
                     self._stop(at, leaving)
-        if not self._simulation.has_events:  # no instance will serve requests that are held
+        if not self._simulation.events:  # no instance will serve requests that are held
             held, self._held = self._held, []
             for request, _ in held:
                 self._simulation.refuse(at, request, NONE_SERVES)
-        if self._simulation.has_events:  # otherwise nothing changes any more
+        if self._simulation.events:  # otherwise nothing changes any more
             events.add(at + scaling.interval, OTHER, 0, self._adjust)
 
 

@@ -205,11 +205,6 @@ class ServingSimulation:
             stages=stages,
         )
 
-    @property
-    def has_events(self) -> bool:
-        """True if anything is to happen."""
-        return bool(self.events)
-
     def _process_events(self) -> None:
         """Process events in order of time; at one time, the ends of batches last.
 

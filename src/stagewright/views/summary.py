@@ -182,7 +182,7 @@ def _over_time(of: RankClass) -> dict[str, Any]:
     tasks, values = of.tasks, of.values
     if not len(values.value):
         return {}
-    row = memory.peak_row(values, len(tasks))
+    row = of.work.changes.peak_row
     points = memory.samples(of, POINTS)
     held = {name: by.tolist() for name, by in zip(CATEGORIES, points.held, strict=True) if by.any()}
     return {

@@ -14,7 +14,6 @@ from stagewright.check.verify import verify
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.program import memory
 from stagewright.program.columns import CATEGORIES, TaskKind, Tasks
 from stagewright.run.settings import Run
 from stagewright.time.durations import task_seconds
@@ -50,7 +49,7 @@ def test_activations_go_and_come_back() -> None:
 def test_activations_of_two_layers_are_there_at_a_time() -> None:
     """In backward, those of the layer that it is at and of the one behind it."""
     (of,) = run(layers=8, cpu_offloading_num_layers=8).program.classes
-    held = memory.timeline(of)[CATEGORIES.index("activations")]
+    held = of.work.changes.in_use[CATEGORIES.index("activations")]
     t = of.tasks
     inside = (t.phase == 2) & (t.layer >= 1) & (t.layer <= 5)
     assert 34 * SBH < held[inside].max() <= 2 * 34 * SBH + 8 * SBH

@@ -297,7 +297,7 @@ def varies(compiled: CompiledRun) -> bool:
 def _peak_in_words(of: RankClass) -> str:
     """The bytes at the peak and the task that runs then, as a sentence."""
     tasks = of.tasks
-    row = memory.peak_row(of.values, len(tasks))
+    row = of.work.changes.peak_row
     microbatch = int(tasks.microbatch[row])
     during = tasks.names[int(tasks.name[row])]
     if microbatch >= 0:
@@ -308,8 +308,7 @@ def _peak_in_words(of: RankClass) -> str:
 
 def _alive(of: RankClass) -> Table:
     """The values alive at the peak, the largest first."""
-    row = memory.peak_row(of.values, len(of.tasks))
-    groups = memory.groups_alive(of.values, row)[:_ALIVE_ROWS]
+    groups = memory.groups_alive(of.values, of.work.changes.peak_row)[:_ALIVE_ROWS]
     columns = {
         "category": [g.category.replace("_", " ") for g in groups],
         "values": [alive_in_words(g._asdict()) for g in groups],
