@@ -581,33 +581,31 @@ def _mixture(graph: TracedGraph, up: TracedNode) -> set[str] | None:
         return None
     matrices = [weight, *filter(None, (_expert_matrix(graph, n) for n in (*gates, down)))]
     total = _sum_of_experts(graph, users, down, h)
-    topk = next((n for n in reversed([*_ancestors(graph, total)]) if operation(n) == "topk"), None)
-    if total is None or topk is None:
+    if total is None:
         return None
     cone = _ancestors(graph, total, h.name)
     router = [n for n in cone if operation(n) in ("linear", "mm", "matmul", "addmm")]
-    if len(router) != 1:
+    topks = [n for n in cone if operation(n) == "topk"]
+    if len(router) != 1 or not topks:
         return None
     num_experts = int(weight.shape[0])
     kinds = {operation(n) for n in cone}
-    topks = [n for n in cone if operation(n) == "topk"]
     act = next((n.kwargs["fn"] for n in cone if n.op == "our.glu"), None)
     inner = int(last.shape[-1]) if (last := _expert_matrix(graph, down)) else 0
     divides = any(
         operation(n) == "div" and operation(graph.source(graph.operand(n, 1), "add")) == "sum"
         for n in cone
     )
-    after_topk = topks[-1].name if topks else ""
-    softmaxes = [
-        n for n in cone if operation(n) == "softmax" and after_topk in _names_in_cone(graph, n)
-    ]
+    softmax_of_chosen = any(
+        operation(n) == "softmax" and topks[-1] in _ancestors(graph, n) for n in cone
+    )
     groups, limit = _routing_groups(graph, topks, num_experts)
     fields: dict[str, Any] = {
         "num_experts": num_experts,
         "top_k": int(topks[-1].args[1]),
         "moe_ffn_hidden_size": inner,
         "router": "sigmoid" if "sigmoid" in kinds else "softmax",
-        "norm_topk_prob": divides or bool(softmaxes),
+        "norm_topk_prob": divides or softmax_of_chosen,
         "gated": act is not None,
         "activation": act or next((fn for n in cone if (fn := activation_of(n))), "silu"),
         "expert_bias": any(n.op == "buffer" and n.shape == (num_experts,) for n in cone),
@@ -617,8 +615,9 @@ def _mixture(graph: TracedGraph, up: TracedNode) -> set[str] | None:
     }
     if any(operation(graph.nodes[n]) == "mul" for n in _first_users(graph, users, down)):
         fields |= {"_weights": "output"}
-    every = (m.name for m in (*_router_weights(graph, router[0]), *matrices))
-    names = tuple(dict.fromkeys(every))
+    of_router = (graph.source(graph.nodes[n]) for n in router[0].operands())
+    weights = [n for n in of_router if n is not None and n.op == "param"]
+    names = tuple(dict.fromkeys(m.name for m in (*weights, *matrices)))
     shared = _shared_expert(graph, users, total, h)
     if shared is not None:
         sum_of, width, more = shared
@@ -645,11 +644,6 @@ def _expert_matrix(graph: TracedGraph, product: TracedNode) -> TracedNode | None
     return matrix if matrix is not None and matrix.op == "param" else None
 
 
-def _router_weights(graph: TracedGraph, node: TracedNode) -> list[TracedNode]:
-    sources = (graph.source(graph.nodes[n]) for n in node.operands())
-    return [n for n in sources if n is not None and n.op == "param"]
-
-
 def _routing_groups(
     graph: TracedGraph, chosen: Sequence[TracedNode], num_experts: int
 ) -> tuple[int, int]:
@@ -664,15 +658,9 @@ def _routing_groups(
     return 1, 1
 
 
-def _names_in_cone(graph: TracedGraph, node: TracedNode) -> set[str]:
-    return {n.name for n in _ancestors(graph, node)}
-
-
-def _ancestors(graph: TracedGraph, end: TracedNode | None, stop: str = "") -> list[TracedNode]:
+def _ancestors(graph: TracedGraph, end: TracedNode, stop: str = "") -> list[TracedNode]:
     """Nodes that a node depends on, itself last, down to the node `stop`."""
-    names = reachable(
-        [end.name] if end else [], lambda n: graph.nodes[n].operands() if n != stop else ()
-    )
+    names = reachable([end.name], lambda n: graph.nodes[n].operands() if n != stop else ())
     return [n for n in graph.nodes.values() if n.name in names - {stop}]
 
 

@@ -191,6 +191,8 @@ class TraceEvents:
         if window is not None:
             calls, kernels = self._cut(window, calls, kernels, notes)
         self._link_ops(calls)
+        if not any(op.dims for call in calls if call.op for op in call.op.with_parents()):
+            notes.append("no shapes: products have no m, n, k (record_shapes=True)")
         distributed = self.header.get("distributedInfo")
         distributed = cast("dict[str, Any]", distributed) if isinstance(distributed, dict) else {}
         return RankTrace(
@@ -202,7 +204,7 @@ class TraceEvents:
             calls=calls,
             annotations=sorted(self.annotations, key=lambda annotation: annotation.start),
             groups=_groups(distributed),
-            notes=[*notes, *self._lacks(calls)],
+            notes=notes,
         )
 
     def _cut(
@@ -256,11 +258,6 @@ class TraceEvents:
         names = {_number(d.get("id"), -1): str(d.get("name") or "") for d in devices}
         ((device, _),) = used.most_common(1) or [(0, 0)]
         return names.get(device) or next(iter(names.values()), "")
-
-    def _lacks(self, calls: list[RuntimeCall]) -> Iterator[str]:
-        """What the file lacks, for notes."""
-        if not any(op.dims for call in calls if call.op for op in call.op.with_parents()):
-            yield "no shapes: products have no m, n, k (record_shapes=True)"
 
 
 Dims = tuple[tuple[int, ...], ...]

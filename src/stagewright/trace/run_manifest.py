@@ -61,13 +61,10 @@ def _given(**sections: ClusterSection | Execution | None) -> dict[str, dict[str,
         section = sections.get(setting.section)
         value = setting.default if section is None else getattr(section, setting.name)
         if value != setting.default and setting.name not in ("nodes", "gpus"):
-            sections_given.setdefault(setting.section, {})[setting.name] = _json_value(value)
+            if isinstance(value, frozenset):
+                value = sorted(cast("frozenset[str]", value))
+            sections_given.setdefault(setting.section, {})[setting.name] = value
     return sections_given
-
-
-def _json_value(value: Any) -> Any:
-    """A value as JSON has it: sets in order."""
-    return sorted(cast("frozenset[str]", value)) if isinstance(value, frozenset) else value
 
 
 def read_experiment(

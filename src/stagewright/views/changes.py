@@ -227,14 +227,9 @@ def _says(figure: ChangedFigure) -> bool:
 def figures(rows: Sequence[ChangedFigure]) -> Table:
     """Table of figures: old, new, and the change in percent."""
     columns = ("figure", "old", "new", "change")
-    cells = [(row.name, *row.cells(), _change(row)) for row in rows]
+    cells = [(row.name, *row.cells(), row.change or None) for row in rows]
     units = {"old": "", "new": "", "change": "error"}
     return Table.of_rows("figures", columns, cells, units)
-
-
-def _change(figure: ChangedFigure) -> float | None:
-    """The change; None where nothing changes."""
-    return figure.change or None
 
 
 def communication(old: SimulatedStep, new: SimulatedStep) -> Table:

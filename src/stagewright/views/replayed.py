@@ -119,7 +119,7 @@ def collectives_table(replayed: Replayed) -> Table:
             "count": [round(len(of[key]) / ranks) for key in keys],
             "time": [sum(kernel.duration for kernel in of[key]) / ranks / 1e9 for key in keys],
             "transfer": [_transfer(of[key], ranks) for key in keys],
-            "waiting": [_mean_waiting(of[key], ranks) for key in keys],
+            "waiting": [_waiting(of[key], ranks) for key in keys],
         },
         {
             **{"ranks": "", "bytes": "B", "count": "count"},
@@ -167,15 +167,10 @@ def _known(kernels: Sequence[Kernel]) -> list[tuple[int, int]]:
     return [(k.duration, k.comm.transfer) for k in kernels if k.comm and k.comm.transfer >= 0]
 
 
-def _waiting(kernels: Sequence[Kernel]) -> float | None:
-    """Seconds that collectives waited for other ranks; None: not known of any."""
+def _waiting(kernels: Sequence[Kernel], ranks: int = 1) -> float | None:
+    """Seconds that collectives of a mean rank waited for others; None: not known of any."""
     known = _known(kernels)
-    return sum(duration - transfer for duration, transfer in known) / 1e9 if known else None
-
-
-def _mean_waiting(kernels: Sequence[Kernel], ranks: int) -> float | None:
-    waiting = _waiting(kernels)
-    return None if waiting is None else waiting / ranks
+    return sum(duration - transfer for duration, transfer in known) / 1e9 / ranks if known else None
 
 
 def _transfer(kernels: Sequence[Kernel], ranks: int) -> float | None:

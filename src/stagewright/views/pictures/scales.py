@@ -17,9 +17,16 @@ class Measure(NamedTuple):
     show: Callable[[float], str]
 
 
-BYTES = Measure("B", lambda size: quantity(round(size), "B"))
-FLOPS = Measure("FLOP", lambda number: quantity(round(number), "FLOP"))
-WATTS = Measure("W", lambda power: quantity(round(power), "W"))
+def _in_prefixes(unit: str) -> Measure:
+    """Numbers of a unit, rounded to whole ones, with decimal prefixes."""
+
+    def show(number: float) -> str:
+        return quantity(round(number), unit)
+
+    return Measure(unit, show)
+
+
+BYTES, FLOPS, WATTS = _in_prefixes("B"), _in_prefixes("FLOP"), _in_prefixes("W")
 SHARE = Measure("%", "{:.1%}".format)
 SECONDS = Measure("s", duration)
 NUMBER = Measure("", "{:,.4g}".format)
