@@ -303,24 +303,7 @@ def test_a_checkpoint_names_the_model(tmp_path: Path) -> None:
     assert sw.load_run(path, {"model": "gpt2", "seq_length": 64}).model == "gpt2"
 
 
-@pytest.mark.parametrize(
-    ("headers", "launcher", "gpus"),
-    [
-        ("--nodes=2 --gres=gpu:8 --ntasks-per-node=1", "srun torchrun --nproc_per_node $G", 16),
-        ("-N2 --gpus-per-node=h100:8", "srun python", 16),
-        ("-N 2 --ntasks-per-node=1 --gpus-per-task=8", "srun torchrun", 16),
-        ("--nodes=2 --gres=gpu:8 --ntasks-per-node=4", "srun python", 8),
-        ("--nodes=2 --ntasks=16", "srun python", 16),
-        ("--gpus=16", "srun python", 16),
-        ("--nodes=2-4", "srun --gres=gpu:a100:4,nvme:1 python", 16),
-        ("--nodes=4 --gpus-per-node=8", "srun --nodes=2 --ntasks-per-node=8 python", 16),
-        ("--nodes=2", "export A=1\n#SBATCH --nodes=4\nsrun --ntasks-per-node=8 python", 16),
-        ("--nodes=2 --gpus-per-node=8", "srun bash -c '\n#SBATCH --nodes=9\n'\nsrun python", 16),
-        ("", "mpirun -np 16 python", 16),
-        ("", "deepspeed --num_nodes 2 --num_gpus 8", 16),
-        ("", "accelerate launch --num_processes 16 --num_machines 2", 16),
-    ],
-)
+@cases
 def test_launchers(tmp_path: Path, headers: str, launcher: str, gpus: int) -> None:
     """Tasks of Slurm are processes, or start torchrun; headers end with the first command."""
     path = tmp_path / "run.sh"

@@ -17,58 +17,7 @@ def words(text: str, **given: str) -> list[str]:
     return [shown(word) for word in read(text, given=given).commands[-1].words]
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        ("run \\\n  --a 1 \\\n  --b", "run --a 1 --b"),
-        ("run a # comment", "run a"),
-        ("run 'a b' \"c d\"", "run|a b|c d"),
-        ('X=3\nrun $X ${X}0 "$X" \'$X\'', "run 3 30 3 $X"),
-        ("run ${X:-a b}", "run a b"),
-        ('run "${X:-a b}"', "run|a b"),
-        ("X=1\nrun ${X:+--on} ${Y:+--off}", "run --on"),
-        ('A=(--a 1 # why not\n "b c")\nrun "${A[@]}"', "run|--a|1|b c"),
-        ("A=(1)\nA+=(2 3)\nrun ${A[@]} ${#A[@]} ${A[1]}", "run 1 2 3 3 2"),
-        ("A=()\nrun ${A[@]} x", "run x"),
-        ("run --a 16 \\\n  > log 2>&1", "run --a 16"),
-        ("N=4\nrun $((N > 8 ? N : 8)) $((N > 2 ? N : 2))", "run 8 4"),
-        ("N=4\nrun $([[ $N -gt 4 ]] && echo many || echo few)", "run few"),
-        ("declare -A M=([a:1]=x [b:1]=y)\nK=b\nrun ${M[${K}:1]:-z} ${M[c]:-z}", "run y z"),
-        ("read -r -d '' W <<EOF\ntrain --a 1\nEOF\nrun $W", "run train --a 1"),
-        ("while read -r X; do A=1; done < <(env)\nrun ${A:-0}", "run 0"),
-        ("N=4\nG=$((N * 2 + 1))\nrun $G $(($G%4))", "run 9 1"),
-        ("if [ $N -gt 0 ]; then A=1; else A=2; fi\nrun $A", "run 2"),
-        ('K=x\nif [[ "$K" == "y" || $K = x ]]; then A=1; fi\nrun $A', "run 1"),
-        ("X=b\ncase $X in\n a) Y=1 ;;\n b|c) Y=2 ;;\n *) Y=3 ;;\nesac\nrun $Y", "run 2"),
-        ("for i in 1 2 3; do A+=\"$i,\"; done\nrun $A", "run 1,2,3,"),
-        ("for ((i=0; i<3; i++)); do A+=($i); done\nrun ${A[@]}", "run 0 1 2"),
-        ("f() { X=$1; }\nf 7\nrun $X", "run 7"),
-        ("while kill -0 $P; do A+=x; done\nrun $A", "run x"),
-        ("N=0\nuntil [ $N -ge 3 ]; do N=$((N+1)); done\nrun $N", "run 3"),
-        ("[ -z $OUT ] && X=1\n[ -n \"$OUT\" ] || Y=2\nrun $X $Y", "run 1 2"),
-        ("cat <<EOF\nrun no\nEOF\nrun yes", "run yes"),
-        ("F=a/b.t.gz\nrun ${F##*/} ${F%%.*} ${F%.gz} ${F/b/x}", "run b.t.gz a/b a/b.t a/x.t.gz"),
-        ("S=AbC\nrun ${S,,} ${S^^} ${S:1:1} ${#S}", "run abc ABC b 3"),
-        ('srun -N 2 bash -c "cd x; python t.py $((1+1))"', "srun -N 2 python t.py 2"),
-        ("CMD='run --a 1'\neval $CMD", "run --a 1"),
-        ("sbatch <<EOF\n#SBATCH --nodes=4\nsrun run $((2*2))\nEOF", "sbatch srun run 4"),
-        (
-            'N=4\nsbatch <<EOF\n#SBATCH -N $N\nK=2\nrun \\$K $N "\\${X:-a b}" $(date) $Y\nEOF',
-            "sbatch|run|2|4|a b|$(date)|$Y",
-        ),
-        ("K=1\nbash <<'EOF'\nrun $K '$K'\nEOF", "bash run 1 $K"),
-        ("run $HOME $1 $(rm -rf ~)", "run|$HOME|$1|$(rm -rf ~)"),
-        ("D=$(dirname $0)\nrun $D/x $(basename a/b.sh .sh)", "run ./x b"),
-        ("f() { echo $((2*$1)); }\nrun $(f 4) $(if [ $(f 1) = 2 ]; then echo b; fi)", "run 8 b"),
-        ('run "$(for i in 1 2; do echo $i; done)" $(echo a; exit; echo b)', "run 1\n2 a"),
-        ("run $(if query; then echo 1; fi)", "run|$(if query; then echo 1; fi)"),
-        ("S=0\nrun $(eval echo {$S..$S})", "run 0"),
-        ("run a > log 2>&1 | tee x\n", "tee x"),
-        ("run --tp 2 > log 2>&1", "run --tp 2"),
-        ("run --tp 2 &> log", "run --tp 2"),
-        ("export A=1 B=2\nrun $A$B", "run 12"),
-    ],
-)  # fmt: skip
+@cases
 def test_words(text: str, wanted: str) -> None:
     assert words(text) == wanted.split("|" if "|" in wanted else " ")
 

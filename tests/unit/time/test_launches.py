@@ -198,15 +198,7 @@ def test_a_collective_that_is_checked_takes_the_host_as_long_as_its_group_has_ra
     assert set(np.round(more[collective], 3)) == {tp, dp}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"schedule": "1f1b", "pp": 2},
-        {"schedule": "zb-h1", "pp": 2},
-        {"schedule": "dualpipe", "pp": 2},  # rows of two microbatches take turns
-        {"framework": "torchtitan", "recompute": "full", "dp": 2, "zero": 3},
-    ],
-)
+@cases
 def test_compiled_graphs_launch_kernels_of_their_own(settings: dict[str, Any]) -> None:
     """No kernel is fused with one of another block, microbatch, or direction."""
     how, cost = Execution(launch_mode="compile"), LAUNCH_COSTS["compile"]
