@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import EXAMPLES, cases, table_of, times
+from helpers import EXAMPLES, cases, evaluated, table_of, times
 from stagewright.check.program import check_program
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
@@ -82,7 +82,7 @@ def test_closed_form(
     sizes = {f.name: getattr(compiled.model, f.name) for f in dataclass_fields(compiled.model)}
 
     def value(formula: str) -> Any:
-        return eval(str(formula), {"__builtins__": {}}, sizes)
+        return evaluated(formula, **sizes)
 
     for name, formula in equals.items():
         if isinstance(formula, dict):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helpers import table_of
+from helpers import cases, evaluated, table_of
 from orders import in_flight
 from stagewright.errors import UserError
 from stagewright.graph.node import Node
@@ -42,44 +42,12 @@ def parameters(**settings: Any) -> int:
 # ---- parameters, gradients, optimizer states -----------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("recipe", "wanted"),
-    [
-        # bf16 weights, fp32 gradients, fp32 master copy and two moments: 18 bytes per parameter.
-        ({}, (2, 4, 4 + 4 + 4)),
-        ({"precision": "fp8"}, (2, 4, 4 + 4 + 4)),
-        ({"precision": "fp32"}, (4, 4, 4 + 4)),
-        ({"optimizer": "sgd"}, (2, 4, 4 + 4)),
-        ({"precision": "fp32", "optimizer": "sgd"}, (4, 4, 4)),
-        # ZeRO, arXiv 1910.02054, figure 1, with the gradients in fp32.
-        ({"dp": 4, "zero": 1}, (2, 4, 12 / 4)),
-        # Megatron-LM's --grad-reduce-in-bf16: `main_grad` has the type that is reduced.
-        ({"dp": 4, "zero": 1, "grad_reduce_dtype": "bf16"}, (2, 2, 12 / 4)),
-        ({"dp": 4, "zero": 2}, (2, 4 / 4, 12 / 4)),
-        ({"dp": 4, "zero": 3}, (2 / 4, 4 / 4, 12 / 4)),
-        ({"dp": 4, "cp": 2, "zero": 3}, (2 / 8, 4 / 8, 12 / 8)),  # over context parallelism too
-        ({"dp": 8, "dp_shard": 2, "zero": 3}, (2 / 2, 4 / 2, 12 / 2)),
-        # Megatron-LM's precision-aware optimizer: each moment in a format of its own.
-        ({"dp": 4, "zero": 1, "exp_avg_dtype": "bf16"}, (2, 4, (4 + 2 + 4) / 4)),
-        ({"dp": 4, "zero": 1, "exp_avg_sq_dtype": "fp8"}, (2, 4, (4 + 4 + 1) / 4)),
-        (
-            {"dp": 4, "zero": 3, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
-            (2 / 4, 4 / 4, (4 + 2 + 2) / 4),
-        ),
-        (
-            {"dp": 4, "zero": 1, "params_dtype": "bf16", "exp_avg_sq_dtype": "fp32"},
-            (2, 2, (2 + 4) / 4),
-        ),
-        ({"dp": 4}, (2, 4, 12)),
-        ({"pp": 1, "global_batch_size": 8}, (2, 4, 12)),
-    ],
-    ids=lambda x: Run(**(GPT | x)).describe() if isinstance(x, dict) else "",
-)
+@cases
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda m: m["model"])
-def test_states(model: dict[str, Any], recipe: dict[str, Any], wanted: tuple[float, ...]) -> None:
+def test_states(model: dict[str, Any], recipe: dict[str, Any], wanted: str) -> None:
     (found,) = memory(**model, **recipe)
     count = parameters(**model)
-    assert [found[s] for s in STATES] == [n * count for n in wanted]
+    assert [found[s] for s in STATES] == [n * count for n in evaluated(wanted)]
 
 
 def test_a_dim_that_does_not_divide_is_padded() -> None:
@@ -142,31 +110,10 @@ def kept_by_layer(**settings: Any) -> Fraction:
     return Fraction(three - two, SBH * size)
 
 
-@pytest.mark.parametrize(
-    ("settings", "wanted"),
-    [
-        # Korthikanti et al. (arXiv 2205.05198), table 2, equations 1, 2, 4, 6 and section 5.
-        ({}, 34 + 5 * AS_H),
-        ({"micro_batch_size": 4}, 34 + 5 * AS_H),
-        ({"tp": 8}, 10 + Fraction(24, 8) + 5 * AS_H / 8),
-        ({"tp": 8, **SP}, (34 + 5 * AS_H) / 8),
-        ({"recompute": "selective", "tp": 8}, 10 + Fraction(24, 8)),
-        ({"recompute": "selective", "tp": 8, **SP}, Fraction(34, 8)),
-        ({"recompute": "full"}, Fraction(2)),
-        ({"recompute": "full", "tp": 8, **SP}, Fraction(2, 8)),  # the input, in shards
-        # Flash attention keeps neither scores nor their mask.
-        ({"flash_attention": True}, Fraction(34)),
-        ({"flash_attention": True, "tp": 8, **SP}, Fraction(34, 8)),
-        # Context parallelism splits the sequence of all there is.
-        ({"flash_attention": True, "cp": 4}, Fraction(34, 4)),
-        ({"flash_attention": True, "cp": 4, "tp": 2, **SP}, Fraction(34, 8)),
-        # Without dropout there are no masks, and probabilities are kept once.
-        ({"dropout": False}, 32 + 2 * AS_H),
-    ],
-    ids=lambda x: Run(**(MEGATRON | x)).describe() if isinstance(x, dict) else "",
-)  # fmt: skip
-def test_activations_of_a_layer(settings: dict[str, Any], wanted: Fraction) -> None:
-    assert kept_by_layer(**(MEGATRON | settings)) == wanted
+@cases
+def test_activations_of_a_layer(settings: dict[str, Any], wanted: str) -> None:
+    kept = kept_by_layer(**(MEGATRON | settings))
+    assert kept == evaluated(wanted, AS_H=AS_H, Fraction=Fraction)
 
 
 def terms(**settings: Any) -> dict[str, Fraction]:

@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 
+from helpers import cases, evaluated
 from stage_paper import FIGURES_CSV, PAGE, Case, Row, figures_csv, page, stage_paper
 
 
@@ -52,71 +53,12 @@ def test_nearer_than_stage() -> None:
 
 
 S, S4, H5, H175 = 2048, 4096, 4096, 12288
-TERMS: dict[str, dict[str, list[int]]] = {
-    "GPT-3-5B, TP=8 SP": {
-        "all_reduce": [
-            128 * S * H5,  # words are summed before learned positions are added, then scattered
-            128 * 3 * S,  # the loss: maximum, sum of exponentials and label's logit, per token
-            24
-            * 4
-            * H5,  # gradients of two layer norms' weights and biases, each of a part of tokens
-            24 * 2 * H5,  # and of the biases after the row-parallel products
-            2 * H5,  # and of the final norm
-            1,  # norm of all gradients
-        ],
-        "all_gather": [
-            24 * 128 * 6 * S * H5 // 8,
-            128 * S * H5 // 8,  # into the output projection,
-            128 * S * H5 // 8,  # again for its weight's gradient,
-            128 * S * H5 // 8,  # and the gradient that the scatter after the embedding gets
-        ],
-        "reduce_scatter": [24 * 128 * 4 * S * H5, 128 * S * H5],  # layers; of the output projection
-    },
-    "GPT-3-175B, TP=4 DP=2 PP=8 SP": {  # the first stage: no output projection, no loss
-        "all_reduce": [
-            64 * S * H175,
-            12 * 6 * H175,
-            50688 // 4 * H175,  # the tied table's gradient, with the last stage
-            1,
-        ],
-        "all_gather": [12 * 64 * 6 * S * H175 // 4, 64 * S * H175 // 4],
-        "reduce_scatter": [12 * 64 * 4 * S * H175],
-        "send": [64 * S * H175 // 4],
-    },
-    "Mixtral 8x7B, TP=4 EP=8 PP=4": {
-        "all_gather": [
-            8 * 16 * 3 * S4 * H5 // 4,  # attention, as in dense layers
-            8 * 16 * 2 * 2 * S4 * H5 // 4,  # two experts a token: their input, their gradient
-            16 * S4 * H5 // 4,  # the gradient of the embedding
-        ],
-        "reduce_scatter": [8 * 16 * 2 * S4 * H5, 8 * 16 * 2 * 2 * S4 * H5, 16 * S4 * H5],
-        "send": [8 * 16 * 4 * 2 * S4 * H5 // 4, 3 * 16 * S4 * H5 // 4],
-        "all_reduce": [8 * 2 * H5, 8 * 8 * H5],  # gradients of norms and routers
-    },
-    "DeepSeek-MoE 16B, EP=8": {
-        "recv": [27 * 16 * 4 * 6 * 2048 * 2048],
-        "reduce_scatter": [
-            2 * 32000 * 2048,
-            28 * 4 * 2048 * 2048,
-            27 * 3 * 2048 * 2816,  # shared experts
-            3 * 2048 * 10944,  # the dense layer
-            27 * 64 * 2048,  # routers
-            57 * 2048,  # norms
-        ],
-    },
-    "DeepSeek-MoE 144E, EP=8 TP=2 DP=2": {
-        "recv": [14 * 8 * 4 * 144 * 15 * 2048],
-        "all_gather": [14 * 8 * (6 * 1024 * 2048 // 2 + 2 * 144 * 15 * 2048), 8 * 3 * 1024 * 1024],
-    },
-}
 
 
-@pytest.mark.parametrize(
-    ("case", "quantity", "terms"),
-    [(case, quantity, t) for case, some in TERMS.items() for quantity, t in some.items()],
-)
-def test_every_term(case: str, quantity: str, terms: list[int]) -> None:
-    assert rows("VII")[case, quantity].ours == sum(terms) / 1e6
+@cases
+def test_every_term(case: str, quantity: str, terms: tuple[str, ...]) -> None:
+    total = sum(evaluated(term, S=S, S4=S4, H5=H5, H175=H175) for term in terms)
+    assert rows("VII")[case, quantity].ours == total / 1e6
 
 
 @pytest.mark.parametrize(
