@@ -8,7 +8,7 @@ import pytest
 import regret
 from stagewright.evidence.rows import Prediction, prediction
 from stagewright.evidence.statistics import LOW, SWEEP
-from stagewright.evidence.training import Measurement, held_out, read
+from stagewright.evidence.training import Measurement, read
 
 HEADER = (
     "source,row,hardware,quantity,measured,low_utilization,model,layers,tp,dp,pp,"
@@ -51,36 +51,6 @@ def test_the_regret_of_a_choice(quantity: str) -> None:
     # Ranks by prediction 2 1 0 4 3 and by measurement 2 0 1 4 3: 1 - 6 * 2 / (5 * 24).
     assert found.spearman == pytest.approx(1 - 6 * 2 / 120)
     assert (found.gpus, found.layouts, found.model) == (8, 5, "2 x 4096")
-
-
-def test_jobs_differ_in_what_is_trained() -> None:
-    """Rows of another batch are another job; two layouts are too few for one."""
-    one, other = rows(), rows(batch=32)
-    assert len(regret.regrets(predicted([*one, *other[:2]], (5, 3, 2, 8, 6, 5, 3)))) == 1
-    assert len(regret.regrets(predicted([*one, *other], (5, 3, 2, 8, 6) * 2))) == 2
-
-
-def test_what_is_new_to_the_package_changes_no_job() -> None:
-    """A job is what differs from defaults, and nothing else."""
-    (key,) = {regret.job(m) for m in rows()}
-    assert "('ffn_hidden_size', 14336)" in key
-    assert "('layers', 2)" in key
-    assert not any(name in key for name in ("draft_head", "lora_rank", "https"))
-
-
-def test_repeated_measurements_of_a_layout_count_once() -> None:
-    again = read(f"{HEADER}\nmine,again,h100-sxm,step_s,4,,llama3-8b,2,2,4,1,16,1024", "rows.csv")
-    (found,) = regret.regrets(predicted([*rows(), *again], (5, 3, 2, 8, 6, 3)))
-    assert found.layouts == 5
-    assert found.rank == 1  # the second layout took 2 and 4 seconds: 3 on average, like the third
-
-
-def test_held_out_layouts_alone() -> None:
-    """Choices among layouts that no constant may be fitted to, of jobs that have three."""
-    found = [m for batch in range(16, 1040, 16) for m in rows(batch=batch)]
-    jobs = regret.regrets(predicted(found, (5, 3, 2, 8, 6) * 64), only_held_out=True)
-    assert 0 < len(jobs) < 64
-    assert sum(r.layouts for r in jobs) < sum(map(held_out, found))
 
 
 def test_spearman_with_equal_values() -> None:

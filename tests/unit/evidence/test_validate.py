@@ -27,13 +27,6 @@ def row(quantity: str, header: str = HEADER) -> training.Measurement:
     return found
 
 
-def test_one_line_is_a_row() -> None:
-    m = row("step_s")
-    assert (m.source, m.measured, m.run.world_size, m.run.layers) == ("mine", 2.0, 8, 1)
-    assert m.predict(0.5) == 0.5
-    assert row("tokens_s_gpu").predict(0.5) == 8 * 1024 / 0.5 / 8
-
-
 def test_wrong_columns_and_quantities_are_refused() -> None:
     with pytest.raises(UserError, match="unknown column 'tpp'; did you mean 'tp'"):
         row("step_s", HEADER.replace(",tp,", ",tpp,"))
@@ -192,10 +185,3 @@ def test_json_has_the_keys_it_promises() -> None:
     wanted |= {"reason", "traits"}
     assert found["rows"]
     assert all(set(row) == wanted for row in found["rows"])
-
-
-def test_kernels_of_traces_name_their_trace():
-    rows = [row for row in kernels.rows("TraceLens") if row.count]
-    assert len(rows) > 40
-    assert all("/tests/traces/" in row.url for row in rows)
-    assert len({row.experiment for row in rows}) == len(rows)

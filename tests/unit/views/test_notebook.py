@@ -13,8 +13,6 @@ import stagewright as sw
 from helpers import EXAMPLES, cases, needed
 from notebooks import execute, notebook, text
 from pages import check
-from stagewright.evidence.rows import Prediction
-from stagewright.evidence.statistics import table, totals
 from stagewright.program.columns import TaskKind
 from stagewright.texttable import SHOWN
 from stagewright.views.pages.html import render
@@ -52,15 +50,6 @@ def test_wrong_settings_are_user_errors(settings: dict[str, Any], message: str):
         sw.simulate("llama3-8b", "h100-sxm", **settings)
 
 
-def test_nodes_are_filled(found: Any):
-    filled = sw.simulate("llama3-8b", "h100-sxm", nodes=1, **SMALL | {"dp": 2})
-    assert filled.seconds == found.seconds
-    without = {name: value for name, value in SMALL.items() if name != "dp"}
-    assert sw.simulate("llama3-8b", "h100-sxm", nodes=2, **without).compiled.run.dp == 4
-    with pytest.raises(sw.UserError, match="means 16 GPUs"):
-        sw.simulate("llama3-8b", "h100-sxm", nodes=2, **SMALL)
-
-
 def test_execution_is_passed_on(compiled: sw.Compiled, found: Any):
     slow = sw.simulate(compiled, "h100-sxm", no_overlap=["tp", "dp"], stragglers={0: 1.5})
     assert slow.seconds > found.seconds
@@ -88,13 +77,6 @@ def test_results_show_themselves(compiled: sw.Compiled, found: Any):
     assert compiled._repr_html_() == sw.compile("llama3-8b", **SMALL)._repr_html_()
     sparse = sw.simulate("mixtral-8x7b", "h100-sxm", mode="decode", ep=2, dp=2, layers=2)
     assert "<svg" in sparse._repr_html_()
-
-
-def test_pictures_are_shown_as_pictures(compiled: sw.Compiled):
-    drawn = schedule.picture(compiled.order)
-    assert drawn._repr_html_() == str(drawn)
-    assert drawn.startswith("<svg ")
-    assert drawn.file().startswith('<svg xmlns="http://www.w3.org/2000/svg"')
 
 
 # ---- tables --------------------------------------------------------------------------------------
@@ -136,11 +118,6 @@ def test_tasks_of_lanes_run_when_they_run(found: Any):
         found.table("tasks", lane=2)
 
 
-def test_shares_add_up(found: Any):
-    for row in found.table("parts").rows:
-        assert sum(v for k, v in row.items() if k != "GPUs") == pytest.approx(1)
-
-
 @pytest.mark.extra
 @pytest.mark.parametrize("library", ["pandas", "polars"])
 def test_columns_make_data_frames(library: str, compiled: sw.Compiled, found: Any):
@@ -168,20 +145,6 @@ def test_long_tables_are_cut_in_notebooks(compiled: sw.Compiled):
     assert shown.count("<tr>") == SHOWN + 2
     assert f"{len(tasks) - SHOWN:,} more rows" in shown
     assert tasks.html().count("<tr>") == len(tasks) + 1
-
-
-def test_outcomes_are_tables():
-    some = [
-        Prediction("a", "r1", "step_s", 2.0, 2.2),
-        Prediction("a", "r2", "step_s", 4.0, 3.0),
-    ]
-    assert table(some).cells("error") == ["+10.0%", "-25.0%"]
-    (row,) = totals(some).rows
-    assert (row["rows"], row["mean error"], row["bias"]) == (
-        2,
-        pytest.approx(0.175),
-        pytest.approx(-0.075),
-    )
 
 
 # ---- the example ---------------------------------------------------------------------------------

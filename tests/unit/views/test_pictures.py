@@ -17,7 +17,6 @@ from stagewright.program.columns import COLLECTIVES, Program, TaskKind
 from stagewright.schedule.actions import flat
 from stagewright.schedule.schedules import make
 from stagewright.views.pages import charts
-from stagewright.views.pages.html import Chart
 from stagewright.views.pictures import bars, colours, memory, scales, schedule, svg, timeline
 
 SMALL: dict[str, Any] = {"model": "llama3-8b", "layers": 4, "seq_length": 64}
@@ -106,22 +105,6 @@ def test_traffic_is_what_tasks_send(name: str):
     np.testing.assert_allclose(traffic.matrix(program, edges=edges).bytes, summed)
 
 
-def test_many_groups_are_met_some_at_a_time(monkeypatch: pytest.MonkeyPatch):
-    program = sw.compile(sw.Run(**RUNS["dense"])).program
-    whole = traffic.matrix(program).bytes
-    monkeypatch.setattr(traffic, "_CHUNK", 3)
-    np.testing.assert_allclose(traffic.matrix(program).bytes, whole)
-
-
-def test_blocks_keep_the_mesh_whole():
-    program = sw.compile(sw.Run(**SMALL | {"tp": 8, "dp": 96, "pp": 4})).program
-    edges = traffic.blocks(program)
-    size = int(edges[1])
-    assert size % 8 == 0
-    assert 96 % (size // 8) == 0
-    assert len(edges) - 1 <= traffic.MAX_BLOCKS
-
-
 def test_the_largest_exchanges_are_those_of_the_matrix():
     compiled = sw.compile(sw.Run(**RUNS["dense"]))
     whole = exact(compiled.program).round()
@@ -149,16 +132,6 @@ def test_bars_are_as_long_as_what_they_show():
     wide = [float(r.attrib["width"]) for r in picture.iter("rect") if r.find("title") is not None]
     assert wide[0] == pytest.approx(3 * wide[1], rel=1e-2)
     assert wide[2] == pytest.approx(2 * wide[1], rel=1e-2)
-
-
-def test_bars_say_all_values():
-    parts = {"parameters": 4.54e9, "activations": 70e9, "workspace": 2e6}
-    some = [bars.StackedBar("stage 0", parts)]
-    limit = bars.Limit(80e9, "device memory 80 GB")
-    text = bars.picture(some, colours.MEMORY, "b", "x", scales.BYTES, limit)
-    words = " ".join(t.text or "" for t in root(text).iter("text"))
-    for value in ("4.54 GB", "70 GB", "2 MB", "74.5 GB", "device memory 80 GB"):
-        assert value in words
 
 
 def test_a_colour_means_one_thing():
@@ -189,20 +162,6 @@ def test_waiting_is_fainter_than_work():
     bubble = colours.WAITING["bubble"]
     assert (bubble.colour, bubble.opacity <= 0.15) == ("currentColor", True)
     assert all(f.opacity == 1 for f in (*colours.WORK.values(), *colours.MEMORY.values()))
-
-
-def test_memory_of_stages_has_one_scale():
-    run = sw.Run(**RUNS["dense"])
-    _, panels = charts.memory_over_time(sw.compile(run), None, {})
-    axes = [
-        [t.text for t in root(part.picture).iter("text") if t.get("text-anchor") == "end"]
-        for parts in panels.values()
-        for part in parts
-        if isinstance(part, Chart)
-    ]
-    assert len(axes) > 1
-    sizes = [[word for word in axis if word and "peak" not in word] for axis in axes]
-    assert all(each == sizes[0] for each in sizes)
 
 
 def test_areas_reach_as_high_as_what_is_held():
