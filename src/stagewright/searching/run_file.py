@@ -11,11 +11,12 @@ from typing import Any
 import yaml
 
 from stagewright.files import atomic, write_text
+from stagewright.launch.tables import nested
 from stagewright.run.experiment import Experiment
 from stagewright.run.files import layout_of_script
 from stagewright.run.sections import EXPERIMENT
+from stagewright.run.sections.declare import plain
 from stagewright.searching.candidates import Candidates
-from stagewright.searching.machines import Specs
 from stagewright.time.hardware import Hardware, resolve
 from stagewright.time.hardware import names as packaged_names
 
@@ -54,7 +55,8 @@ def hardware_file(candidates: Candidates, index: int) -> str:
     }
     base = hardware.name.partition(" ")[0]
     if base in packaged_names():
-        text = _to_yaml({"base": base, **described, **_nested(varied)})
+        specs = nested({path: f"{value:.17g}" for path, value in varied.items()})
+        text = _to_yaml({"base": base, **described, **specs})
         if _dump(resolve(text)) == _dump(hardware) | described:
             return text
     return _to_yaml(_dump(hardware) | described)
@@ -62,22 +64,6 @@ def hardware_file(candidates: Candidates, index: int) -> str:
 
 def _to_yaml(values: Mapping[str, Any]) -> str:
     return yaml.safe_dump(dict(values), sort_keys=False, width=10**6)
-
-
-def _nested(specs: Specs) -> dict[str, Any]:
-    """Specs by path as nested blocks.
-
-    >>> _nested({"memory_gb": 96, "scale_up.gpus": 16})
-    {'memory_gb': 96, 'scale_up': {'gpus': 16}}
-    """
-    values: dict[str, Any] = {}
-    for path, value in specs.items():
-        *keys, last = path.split(".")
-        block = values
-        for key in keys:
-            block = block.setdefault(key, {})
-        block[last] = int(value) if value == int(value) else value
-    return values
 
 
 def non_default_settings(candidates: Candidates, index: int) -> dict[str, Any]:
@@ -101,7 +87,6 @@ def run_file(candidates: Candidates, index: int, hardware: str | None = None) ->
     of packaged hardware, else `hardware_file_name`.
 
     >>> from stagewright.model.catalog import resolve as preset
-    >>> from stagewright.run.experiment import Experiment
     >>> from stagewright.run.settings import Run
     >>> from stagewright.searching import candidates as columns
     >>> base = Experiment(Run(model="gpt2"), columns.ClusterSection(), columns.Execution())
@@ -118,7 +103,7 @@ def run_file(candidates: Candidates, index: int, hardware: str | None = None) ->
         hardware = hardware_file_name(system)
     if hardware is not None:
         values["hardware"] = hardware
-    return "".join(_line(name, yaml_value(value)) for name, value in values.items())
+    return "".join(_line(name, plain(value)) for name, value in values.items())
 
 
 def printed_run_file(candidates: Candidates, index: int) -> str:
@@ -137,21 +122,14 @@ def _line(name: str, value: Any) -> str:
     return f"{name}: {yaml.safe_dump(value, default_flow_style=True, width=10**6)}"
 
 
-def yaml_value(value: Any) -> Any:
-    """Value of YAML's types: sorted lists for sets, lists for tuples."""
-    if isinstance(value, frozenset):
-        return sorted(value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    return [yaml_value(item) for item in value] if isinstance(value, tuple) else value  # pyright: ignore
+def beside(run_file: str | Path, what: str) -> Path:
+    """Path of another file of a run, next to its run file.
 
-
-def hardware_path(run_file_path: str | Path) -> Path:
-    """Path of the hardware file next to a run file.
-
-    >>> hardware_path("runs/best.yaml").name
+    >>> beside("runs/best.yaml", "hardware").name
     'best.hardware.yaml'
     """
-    path = Path(run_file_path)
-    return path.with_name(f"{path.stem}.hardware.yaml")
+    path = Path(run_file)
+    return path.with_name(f"{path.stem}.{what}.yaml")
 
 
 def write_run_file(candidates: Candidates, index: int, path: str | Path) -> list[str]:
@@ -163,7 +141,7 @@ def write_run_file(candidates: Candidates, index: int, path: str | Path) -> list
     if is_packaged(candidates.hardware(index)):
         write_text(path, run_file(candidates, index))
         return [str(path)]
-    system_path = hardware_path(path)
+    system_path = beside(path, "hardware")
     with atomic(path) as run, atomic(system_path) as system:
         write_text(run, run_file(candidates, index, str(system_path)))
         write_text(system, hardware_file(candidates, index))

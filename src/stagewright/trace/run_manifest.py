@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from stagewright.errors import UserError
 from stagewright.lower.compiled_run import CompiledRun
@@ -14,6 +14,7 @@ from stagewright.run import files
 from stagewright.run.experiment import Experiment
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.cluster import ClusterSection
+from stagewright.run.sections.declare import plain
 from stagewright.run.sections.execution import Execution
 from stagewright.schedule.text import to_csv
 from stagewright.trace.formats.archive import is_bundle
@@ -61,9 +62,7 @@ def _given(**sections: ClusterSection | Execution | None) -> dict[str, dict[str,
         section = sections.get(setting.section)
         value = setting.default if section is None else getattr(section, setting.name)
         if value != setting.default and setting.name not in ("nodes", "gpus"):
-            if isinstance(value, frozenset):
-                value = sorted(cast("frozenset[str]", value))
-            sections_given.setdefault(setting.section, {})[setting.name] = value
+            sections_given.setdefault(setting.section, {})[setting.name] = plain(value)
     return sections_given
 
 

@@ -383,14 +383,12 @@ class _Files:
 
     def check_beside(self, systems: Iterable[Hardware], *, serving: bool = False) -> None:
         """Check files next to run files, too: hardware that needs one, and groups of instances."""
-        from stagewright.searching.run_file import hardware_path, is_packaged
-        from stagewright.serving.search.run_files import pools_path, prefill_hardware_path
+        from stagewright.searching.run_file import beside, is_packaged
 
         own = not all(map(is_packaged, systems))
-        places = [hardware_path] * own + [pools_path] * serving
-        places += [prefill_hardware_path] * (own and serving)
+        others = ["hardware"] * own + ["pools"] * serving + ["prefill.hardware"] * (own and serving)
         run_files = [path for path in self.paths if _is_run_file(path)]
-        self._check([str(place(path)) for path in run_files for place in places])
+        self._check([str(beside(path, what)) for path in run_files for what in others])
 
     @property
     def has_run_file(self) -> bool:

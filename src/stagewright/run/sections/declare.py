@@ -287,6 +287,13 @@ def text_of(value: object) -> str:
     return str(value)
 
 
+def plain(value: Any) -> Any:
+    """A value of YAML's and JSON's types: sorted lists for sets, lists for tuples."""
+    if isinstance(value, frozenset):
+        return sorted(cast("frozenset[Any]", value))
+    return [plain(x) for x in cast("tuple[Any]", value)] if isinstance(value, tuple) else value
+
+
 def items_of(text: str) -> tuple[Any, ...]:
     """Items between commas: the reverse of `text_of`; whole numbers if all are.
 

@@ -14,14 +14,15 @@ from typing import Any
 import yaml
 
 from stagewright.files import write_text
+from stagewright.run.sections.declare import plain
 from stagewright.run.sections.serving import EngineSection
 from stagewright.searching.candidates import Candidates
 from stagewright.searching.run_file import (
+    beside,
     hardware_file,
     is_packaged,
     printed_run_file,
     write_run_file,
-    yaml_value,
 )
 from stagewright.serving.search.search import ServingChoice
 
@@ -29,29 +30,9 @@ _OF_ALL = ("model", "mode", "max_model_len", "kv_block_size")
 """Settings of a run in which groups of instances cannot differ."""
 
 
-def pools_path(run_file: str | Path) -> Path:
-    """Path of the file of groups next to a run file.
-
-    >>> pools_path("runs/best.yaml").name
-    'best.pools.yaml'
-    """
-    path = Path(run_file)
-    return path.with_name(f"{path.stem}.pools.yaml")
-
-
-def prefill_hardware_path(run_file: str | Path) -> Path:
-    """Path of the hardware file of prefill instances next to a run file.
-
-    >>> prefill_hardware_path("runs/best.yaml").name
-    'best.prefill.hardware.yaml'
-    """
-    path = Path(run_file)
-    return path.with_name(f"{path.stem}.prefill.hardware.yaml")
-
-
 def write_run_files(rows: Candidates, choice: ServingChoice, path: str | Path) -> list[str]:
     """Write the files of a choice; returns their names."""
-    pools, hardware = pools_path(path), prefill_hardware_path(path)
+    pools, hardware = beside(path, "pools"), beside(path, "prefill.hardware")
     first = choice.layouts[0]
     other = first != choice.layout and not is_packaged(rows.hardware(first))
     written = write_run_file(rows, choice.layout, path)
@@ -84,7 +65,7 @@ def _groups(rows: Candidates, choice: ServingChoice, prefill_hardware: str | Non
             row["hardware"] = prefill_hardware or rows.hardware(layout).name
         for name in sorted(names):
             if any(getattr(other, name) != getattr(run, name) for other in runs):
-                row[name] = yaml_value(getattr(run, name))
+                row[name] = plain(getattr(run, name))
         text += f"- {_flow(row | _engine_settings(group.settings))}"
     return text
 
