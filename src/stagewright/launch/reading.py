@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from stagewright.errors import UserError, either
 from stagewright.launch.shell import Script, ShellCommand, shown, unknown_names
-from stagewright.launch.tables import NUMBER, FlagRow, canonical, row_of, table, value_of
+from stagewright.launch.tables import NUMBER, FlagRow, canonical, dotted, row_of, table, value_of
 from stagewright.model.config import ModelConfig
 from stagewright.model.presets import PRESETS
 from stagewright.texttable import Table
@@ -225,12 +225,9 @@ def parse(
 
 def data_flags(data: Mapping[str, Any], tool: str, prefix: str = "") -> Iterator[Flag]:
     """Keys of nested mappings as flags with dots; null, without a word, and `auto` say nothing."""
-    for key, value in data.items():
-        name = f"{prefix}{key}"
+    for name, value in dotted(data, prefix):
         row = row_of(table(tool), canonical(name))
-        if isinstance(value, Mapping):
-            yield from data_flags(cast("Mapping[str, Any]", value), tool, f"{name}.")
-        elif value is None:
+        if value is None:
             if row and row.setting and "null" in row.words:
                 yield Flag(name, ("null",), row)
         elif value not in ("auto", ""):

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Mapping
 
 from stagewright.files import read_text
 from stagewright.launch import shell
@@ -29,7 +28,7 @@ from stagewright.launch.reading import (
     started_gpus,
 )
 from stagewright.launch.shell import ShellCommand
-from stagewright.launch.tables import canonical, row_of, table
+from stagewright.launch.tables import canonical, dotted, row_of, table
 from stagewright.model.presets import PRESETS
 
 # ---- torchtitan ----------------------------------------------------------------------------------
@@ -207,7 +206,7 @@ def accumulate(reading: LaunchFile, steps: int | None) -> None:
 def _read_deepspeed(source: LaunchSource, _: ShellCommand) -> LaunchFile:
     reading = _read_keys(source, "deepspeed", "DeepSpeed")
     settings = reading.settings
-    left = {*_auto(source.data or {})}
+    left = {name for name, value in dotted(source.data or {}) if value == "auto"}
     if "precision" not in settings and left & {"bf16.enabled", "fp16.enabled"}:
         reading.needs["precision"] = "bf16 or fp16 is auto, as the program has it; give --precision"
     settings.setdefault("precision", "fp32")
@@ -219,15 +218,6 @@ def _read_deepspeed(source: LaunchSource, _: ShellCommand) -> LaunchFile:
     settings["no_overlap"] = [] if overlaps else ["dp"]
     _batch(reading, settings.pop("gradient_accumulation_steps", None), left)
     return reading
-
-
-def _auto(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Keys with dots whose value is `auto`, which the program replaces."""
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            yield from _auto(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
-        elif value == "auto":
-            yield f"{prefix}{key}"
 
 
 def _batch(reading: LaunchFile, steps: int | None, left: set[str]) -> None:

@@ -23,10 +23,10 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
@@ -140,6 +140,19 @@ def nested(values: Mapping[str, str]) -> dict[str, Any]:
     for name, text in values.items():
         put(whole, name, value_of(text))
     return whole
+
+
+def dotted(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values of nested mappings by keys with dots: the reverse of `nested`.
+
+    >>> [*dotted({"stage": 3, "bf16": {"enabled": True}})]
+    [('stage', 3), ('bf16.enabled', True)]
+    """
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from dotted(cast("Mapping[Any, Any]", value), f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def put(data: dict[str, Any], name: str, value: Any) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from pydantic import ValidationError
 
 from stagewright.errors import UserError, did_you_mean
+from stagewright.launch.tables import dotted
 from stagewright.searching.lists import values_of
 from stagewright.time.hardware import Hardware, smaller_shares, wanted_of
 
@@ -58,15 +59,8 @@ def divisors_of(n: int) -> list[int]:
 
 def specs_of(hardware: Hardware) -> dict[str, float]:
     """All numbers of a hardware file by path."""
-
-    def walk(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
-        for key, value in values.items():
-            if isinstance(value, dict):
-                yield from walk(cast("dict[str, Any]", value), f"{prefix}{key}.")
-            elif isinstance(value, int | float) and not isinstance(value, bool):
-                yield f"{prefix}{key}", value
-
-    return dict(walk(hardware.model_dump(exclude={"sources"}), ""))
+    values = dotted(hardware.model_dump(exclude={"sources"}))
+    return {path: x for path, x in values if type(x) in (int, float)}
 
 
 def path_of(name: str, hardware: Hardware) -> str:

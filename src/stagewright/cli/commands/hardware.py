@@ -17,6 +17,7 @@ def hardware(name: str | None, as_json: bool) -> None:
 
     NAME is a name of the list, or the path of a YAML file.
     """
+    from stagewright.launch.tables import dotted
     from stagewright.time import hardware
 
     if name is not None:
@@ -24,7 +25,10 @@ def hardware(name: str | None, as_json: bool) -> None:
         if as_json:
             output.print_json(figures)
         else:
-            _print_figures(figures)
+            sources = figures.pop("sources", {})
+            for path, value in dotted(figures):
+                source = sources.get(path, "")
+                output.say(f"{path}: {value}" + (f"  # {source}" if source else ""))
         return
     all_ = [hardware.resolve(n) for n in hardware.names()]
     if as_json:
@@ -43,18 +47,3 @@ def hardware(name: str | None, as_json: bool) -> None:
     }
     units = dict.fromkeys(columns.keys() - {"scale-up"}, "exact")
     print_table(Table("", {"name": [h.name for h in all_], **columns}, units), output.console())
-
-
-def _print_figures(figures: dict[str, object]) -> None:
-    sources = figures.pop("sources", {})
-    assert isinstance(sources, dict)
-
-    def walk(values: dict[str, object], prefix: str) -> None:
-        for key, value in values.items():
-            if isinstance(value, dict):
-                walk(value, f"{prefix}{key}.")  # pyright: ignore
-            else:
-                source = sources.get(prefix + key, "")  # pyright: ignore
-                output.say(f"{prefix}{key}: {value}" + (f"  # {source}" if source else ""))
-
-    walk(figures, "")
