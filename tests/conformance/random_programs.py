@@ -27,8 +27,6 @@ from stagewright.program.columns import COLLECTIVES, TaskKind
 LINES = (Path(__file__).parents[1] / "data" / "random_programs.jsonl").read_text().splitlines()
 CASES: dict[str, compare.Case] = {c["name"]: c for c in map(json.loads, LINES)}
 
-EXPERTS_UNIT = "experts that are a separate FSDP2 unit are gathered one unit later than ours"
-COUNTS_AGAIN = "recomputation exchanges token counts of experts again, ours does not"
 ONE_MESH = "with tensor parallelism alone, clip_grad_norm_ reduces norms of DTensors one by one"
 
 LOST = (
@@ -44,23 +42,10 @@ TEMPORARIES = (
 )
 
 DIFFERENT: dict[str, str] = {
-    "r030_efsdp4ep4_moe": EXPERTS_UNIT,
-    "r040_efsdp2ep2_moe": EXPERTS_UNIT,
-    "r050_efsdp2ep4_moe": EXPERTS_UNIT,
-    "r060_efsdp4ep4_moe": EXPERTS_UNIT,
-    "r067_efsdp2ep2_moe": COUNTS_AGAIN,
-    "r077_efsdp2ep2_moe": COUNTS_AGAIN,
     "r096_tp2": ONE_MESH,
-    "s1002_efsdp2ep2_moe": EXPERTS_UNIT,
-    "s1008_efsdp4ep4_moe": EXPERTS_UNIT,
-    "s1021_efsdp2ep4_moe": COUNTS_AGAIN,
     "s1069_tp4": TEMPORARIES,
     "s1077_pp2dp3_ZBVZeroBubble": LOST,
-    "s1079_efsdp2ep2_moe": EXPERTS_UNIT,
-    "s1088_efsdp4ep4_moe": EXPERTS_UNIT,
     "s1089_tp4": LAST_ROWS,
-    "s1092_efsdp4ep4_moe": EXPERTS_UNIT,
-    "s1094_efsdp4ep4_moe": EXPERTS_UNIT,
 }
 """Programs that are not exact, and the reason."""
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import json
 import math
 import sys
@@ -40,6 +41,7 @@ from torch.distributed._functional_collectives import (
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -278,12 +280,27 @@ def sharded(
     if o["mp"]:
         param, reduce = (DTYPES[d] for d in o["mp"])
         settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
-    for block in model.layers.values():
-        if of_experts is not None:
-            separate = settings | {"mesh": of_experts}
-            fully_shard(block.mlp.experts, **separate, reshard_after_forward=o["reshard"])
-        fully_shard(block, **settings, reshard_after_forward=o["reshard"])
+    blocks = list(model.layers.values())
+    for block in blocks:
+        placed = settings | {"reshard_after_forward": o["reshard"]}
+        if of_experts is not None:  # as torchtitan: a block is one unit of two groups of parameters
+            experts = set(block.mlp.experts.parameters())
+            groups = (
+                FSDPMeshInfo(mesh, shard_mesh_dim=0),
+                FSDPMeshInfo(of_experts, shard_mesh_dim=0),
+            )
+
+            def place(p: nn.Parameter, experts: Any = experts, groups: Any = groups) -> Any:
+                return ShardPlacementResult(placement=Shard(0), mesh_info=groups[p in experts])
+
+            placed["shard_placement_fn"] = place
+        fully_shard(block, **placed)
     fully_shard(model, **settings, reshard_after_forward=False)
+    if of_experts is not None:  # torchtitan's `apply_fsdp_to_decoder`, which knows the next units
+        for unit, following in itertools.pairwise([model, *blocks]):
+            unit.set_modules_to_forward_prefetch([following])
+        for unit, following in itertools.pairwise([model, *reversed(blocks)]):
+            unit.set_modules_to_backward_prefetch([following])
 
 
 def replicated(model: Llama, buckets: list[torch.Tensor]) -> nn.Module:

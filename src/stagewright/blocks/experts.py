@@ -29,6 +29,8 @@ from stagewright.graph.make import (
 )
 from stagewright.graph.node import Binding, Node
 
+COUNTS = "splits"
+"""Output of a layer whose ranks exchange the counts of tokens before dispatch."""
 OWN: dict[str, Any] = {"scope": "mlp.moe"}
 SHARED: dict[str, Any] = {"scope": "mlp.moe.shared"}
 
@@ -97,7 +99,7 @@ def _router(b: Builder, h: Node) -> Node:
     if r.exchange_counts:
         out = (size("parts"), size("E"))
         counts = apply("splits", "bsE->oE", gates, out=out, dtype="int64", name="splits", **OWN)
-        b.extra["splits"] = identity(counts, "splits_known")
+        b.extra[COUNTS] = identity(counts, "splits_known")
     return _balanced(b, logits, gates) if r.aux_loss else gates
 
 

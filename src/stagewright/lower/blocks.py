@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 
 from stagewright import blocks as model_blocks
 from stagewright.algebra.layout import Mesh
+from stagewright.blocks.experts import COUNTS
 from stagewright.errors import UserError
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.recompute import remat
@@ -188,16 +189,18 @@ As in Megatron-LM (NVIDIA/Megatron-LM@d98e8a64, megatron/core/transformer): resu
 
 def recompute(block: model_blocks.Block, rules: Recomputation) -> model_blocks.Block:
     """Recompute in backward the values that are not saved."""
-    results: set[Node] = set()  # results of forward that backward recomputes though they are saved
-    if rules.as_read or all(n.phase != "backward" for n in block.graph):
-        pass
-    elif rules.block:
-        results = {n for value, n in outputs(block.graph).items() if not value.gradient}
-    else:
+    graph = block.graph
+    results = set[Node]()  # results of forward that backward recomputes though they are saved
+    trained = any(n.phase == "backward" for n in graph)
+    if trained and not rules.as_read and rules.block:
+        results |= {n for value, n in outputs(graph).items() if not value.gradient}
+    elif trained and not rules.as_read:
         kept = (m for name in sorted(rules.modules) if (m := MODULES[name]).keeps_result)
-        results = {n for module in kept for n in module.results(block.graph)}
+        results |= {n for module in kept for n in module.results(graph)}
+    if trained and not rules.saved and COUNTS in graph.outputs:
+        results.add(graph.outputs[COUNTS])  # a checkpoint exchanges them again
     rerun = results.__contains__
-    graph, primal = remat(block.graph, rules.phase, block.primal, rerun=rerun)
+    graph, primal = remat(graph, rules.phase, block.primal, rerun=rerun)
     if rules.block and rules.keys_in_backward:
         keys = {n: "backward" for n in graph if n.role is Role.KEYS and n.phase == "recompute"}
         graph, primal = remat(graph, keys.get, primal, made_in="recompute")

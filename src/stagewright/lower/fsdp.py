@@ -47,6 +47,8 @@ class RootUnit(Habit):
 
     split_backward: bool
     """Backward is split into halves."""
+    prefetches: bool
+    """A unit gathers the next one when it begins, as torchtitan asks for with experts over ep."""
 
     @staticmethod
     def applies(run: Run) -> bool:
@@ -60,11 +62,23 @@ class RootUnit(Habit):
             return None
         pipelined = len(order) > 1
         split_backward = any(a.kind == "I" for steps in order for a in flat(steps))
-        return cls(pipelined, pipelined and run.schedule not in ONE_STAGE, split_backward)
+        gathers_first = pipelined and run.schedule not in ONE_STAGE
+        return cls(pipelined, gathers_first, split_backward, run.ep > 1 and not pipelined)
 
     def unit_weights(self) -> UnitWeights:
         """Keep a pipeline's units gathered after backward."""
         return UnitWeights(self.pipelined, self.gathers_first)
+
+    def weight_ends(self, action: ActionRows, root: AbstractSet[int]) -> Mapping[int, int]:
+        """Free a unit before its gradients are copied for their reduction (`post_backward`).
+
+        With the last row of a backward, the next unit is copied out.
+        """
+        reductions = {t for _, t in _reductions(action.order)}
+        ends = {i: action.row_of[i][t] for i, t in action.order if t not in reductions}
+        unit = _unit(root) & ends.keys()
+        end = max((ends[i] for i in unit), default=0)
+        return {i: end if i in unit else row - (i not in root) for i, row in ends.items()}
 
     def arrange(
         self, items: Sequence[Item], root: AbstractSet[int], *, forward: bool
@@ -77,11 +91,16 @@ class RootUnit(Habit):
     def extend_live_ranges(self, values: StageValues, action: ActionRows) -> None:
         """Extend weights, buffers of gathers, and gradients as FSDP2's units hold them."""
         if not action.forward:
-            _extend_root_weights(values, action)
+            sections = () if self.pipelined else (BlockSection.GATHER_AGAIN,)
+            for i, row in self.weight_ends(action, values.root_blocks).items():
+                root = i in values.root_blocks
+                values.extend_weights(
+                    i, (BlockSection.GATHER,) if root else sections, action.touch_by(row)
+                )
             _extend_reduced(values, action)
         rows = action.every_microbatch
         if rows:
-            _add_gather_buffers(values, action, rows)
+            _add_gather_buffers(values, action, rows, prefetches=self.prefetches)
         if self.pipelined and not action.forward:
             _pair_gathered_weights(values)
             if values.arriving and self.split_backward:
@@ -177,21 +196,6 @@ def _reductions(items: Sequence[Item]) -> Row:
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def _extend_root_weights(values: StageValues, action: ActionRows) -> None:
-    """Extend gathered weights of the root to the end of the backward of all its blocks.
-
-    The unit is freed before its gradients are copied for their reduction (`post_backward`).
-    """
-    reductions = {t for _, t in _reductions(action.order)}
-    last_rows = {i: action.row_of[i][t] for i, t in action.order if t not in reductions}
-    for i in values.root_blocks & last_rows.keys():
-        unit = {i} | _unit(values.root_blocks)
-        end = max(row for j, row in last_rows.items() if j in unit)
-        values.extend_weights(
-            i, (BlockSection.GATHER_ONCE, BlockSection.GATHER), action.touch_by(end)
-        )
-
-
 def _extend_to_next_input_half(values: StageValues, action: ActionRows) -> None:
     """Extend gradients of a weight half to the next input half, after which their unit adds them.
 
@@ -226,11 +230,12 @@ def _extend_reduced(values: StageValues, action: ActionRows) -> None:
 
     All gradients of the unit are there until the last one is copied to the input, in the precision
     of the reduction; that of the last parameter, the first in the order of backward, until the
-    reduction is issued. The input is freed before that of the next unit is made.
+    reduction is issued. The inputs of a block, one for each mesh, are freed before those of the
+    next block are made.
     """
     root = _unit(values.root_blocks)
-    reduced: list[Value] = []
-    copied: list[Value] = []
+    reduced: list[Value] = []  # of a block
+    copied: list[Value] = []  # of a block on one mesh
     owner: tuple[int, tuple[str, ...]] = (-1, ())
     cast = {d for _, t in action.order if t.op.startswith("cast") for d in t.deps}
     summed = {
@@ -242,22 +247,26 @@ def _extend_reduced(values: StageValues, action: ActionRows) -> None:
         row_of = action.row_of[i]
         casts = [d for d in t.deps if isinstance(d, LoweredTask) and d.op == "cast"]
         rows = [row_of[d] for d in (*casts, t)]
-        before = action.touch_by(min(rows) - 1)
-        unit = min(root) if i in root else i, t.axes
-        if owner != unit:
+        once = t.section is BlockSection.REDUCE_ONCE
+        copy = CopyRelation.LAST_BACKWARD if once else action.copy
+        before = copy, action.stage, min(rows) - 1
+        unit = min(root) if i in root else i
+        if owner[0] != unit:
             for value in reduced:
                 value.touches.append(before)
-            reduced, copied = [], []
+            reduced = []
+        if owner != (unit, t.axes):
+            copied = []
         read = [v for n in t.reads if (v := values.value(i, n)) is not None]
         reduced += read
         for d in sorted(casts, key=lambda d: row_of[d]):
             copied += [v for n in d.reads if (v := values.value(i, n)) is not None]
         for value in copied if casts else ():
-            value.touches.append(action.touch_by(max(row_of[d] for d in casts)))
+            value.touches.append(action.touch_by(max(rows[:-1])))
         for value in copied[:1]:
             value.touches.append(action.touch_by(row_of[t]))
-        padding = t.comm_bytes - sum(v.size for v in read)
-        if padding > 0:
+        padding = max(0, t.comm_bytes - sum(v.size for v in read))
+        if padding:
             reduced.append(_buffer(values, action, i, "reduced.padding", padding, rows))
         if t in summed:  # the unit holds the sum over replicas, of which a cast is the gradient
             for n in t.made:
@@ -265,9 +274,9 @@ def _extend_reduced(values: StageValues, action: ActionRows) -> None:
                     value.touches.append(action.touch_by(len(action.tasks) - 1))
         if not casts:  # the gradients are there beside their copies, before the result is
             made = {id(v): v.size for n in t.made if (v := values.value(i, n)) is not None}
-            size = t.comm_bytes - sum(made.values())
+            size = t.comm_bytes - sum(made.values()) - padding
             _buffer(values, action, i, "reduced.copy", size, [row_of[t]])
-        owner = unit
+        owner = unit, t.axes
 
 
 def _buffer(
@@ -281,18 +290,22 @@ def _buffer(
     return buffer
 
 
-def _add_gather_buffers(values: StageValues, action: ActionRows, rows: Sequence[int]) -> None:
+def _add_gather_buffers(
+    values: StageValues, action: ActionRows, rows: Sequence[int], *, prefetches: bool
+) -> None:
     """Add the buffers that units are gathered into, and from which weights are copied out.
 
-    In forward a buffer is live until the next unit's is copied, the last one until the module
-    returns; in backward it is freed at once. `rows`: rows of all microbatches.
+    In forward a buffer is live until the next one is copied, the last one until the module returns;
+    in backward it is freed at once. A unit with weights on several meshes has a buffer for each,
+    and copies one after the other. `prefetches`: the unit before has gathered it, as it began.
+    `rows`: rows of all microbatches.
     """
     root = _unit(values.root_blocks)
     gather_section = BlockSection.GATHER if action.forward else BlockSection.GATHER_AGAIN
     begins: dict[int, int] = {}  # per block, its first row
     gather_rows = set[int]()
-    sizes: dict[int, int] = {}  # per block, gathered bytes
-    collective_rows: dict[int, int] = {}  # per block
+    sizes: dict[int, list[int]] = {}  # per block, bytes that each collective gathers
+    collective_rows: dict[int, int] = {}  # per block, the last
     casts: dict[int, int] = {}  # per block, bytes of its shards that are cast for the gather
     for i, row_of in enumerate(action.row_of):
         for t, row in row_of.items():
@@ -305,31 +318,37 @@ def _add_gather_buffers(values: StageValues, action: ActionRows, rows: Sequence[
                     cast = any(isinstance(d, LoweredTask) and d.op == "cast" for d in t.deps)
                     casts[i] = t.comm_bytes if cast else 0
                     new = values.blocks[i].block.uses[t].new
-                    sizes[i] = sizes.get(i, 0) + sum(value.size for value in new)
+                    sizes.setdefault(i, []).append(sum(value.size for value in new))
     computing = [row for row in rows if row not in gather_rows]
     units = sorted(first for i, first in begins.items() if i not in root)
     if action.forward:
         unit_begin = min((begins[i] for i in begins.keys() & root), default=0)
         root_begins = dict.fromkeys(root & begins.keys(), unit_begin)
         _begin_with_block(values, action, begins | root_begins, gather_rows)
-    for i, size in sizes.items():
-        first = begins[i]
-        if not action.forward:
-            previous = computing[max(0, bisect_left(computing, first) - 1)]
-            touching = [max(previous, collective_rows[i])]
-            if previous < collective_rows[i]:  # copied out when the casts of its shards are gone
-                size -= casts[i]
-        elif i in root:
-            touching = [rows[0], units[0] if units else rows[-1]]
-        else:
-            following = units[bisect_right(units, first) :][:1]
-            touching = [first, *(following or [_row_of_logits(values, action, rows[-1])])]
-        placed = values.blocks[i]
-        name = placed.name("gathered.buffer")
-        buffer = Value(name, placed.layer, "forward", "gathered_parameters", size)
-        buffer.touches += [action.touch_by(row) for row in touching]
+
+    def add(i: int, size: int, *touching: int) -> None:
+        buffer = _buffer(values, action, i, "gathered.buffer", size, touching)
+        buffer.phase, buffer.category = "forward", "gathered_parameters"
         buffer.requires = action.touch_by(collective_rows[i])
-        values.values.append(buffer)
+
+    for i, of_mesh in sizes.items():
+        first = begins[i]
+        previous = computing[max(0, bisect_left(computing, first) - 1)]
+        following = units[bisect_right(units, first) :][:1]
+        end = following[0] if following else _row_of_logits(values, action, rows[-1])
+        if not action.forward:
+            # Copied out when the casts of its shards are gone.
+            gone = casts[i] if previous < collective_rows[i] else 0
+            add(i, max(of_mesh) - gone, max(previous, collective_rows[i]))
+        elif i in root:
+            add(i, sum(of_mesh), rows[0], units[0] if units else rows[-1])
+        elif prefetches:
+            before = units[: bisect_left(units, first)]
+            add(i, sum(of_mesh), before[-1] if before else rows[0], previous)
+            last = computing[bisect_left(computing, end) - 1] if following else end
+            add(i, of_mesh[-1], first, last)
+        else:
+            add(i, sum(of_mesh), first, end)
 
 
 def _begin_with_block(

@@ -90,6 +90,11 @@ class Habit:
         arranged = (part.arrange_updates(items) for part in self.parts)
         return next((rows for rows in arranged if rows and len(rows) < len(items)), None)
 
+    def weight_ends(self, action: ActionRows, root: AbstractSet[int]) -> Mapping[int, int] | None:
+        """Row of a backward after which each block's weights are freed; None: its last one."""
+        ends = (part.weight_ends(action, root) for part in self.parts)
+        return next((rows for rows in ends if rows is not None), None)
+
     def extend_live_ranges(self, values: StageValues, action: ActionRows) -> None:
         """Touch values that live longer than the action's tasks require."""
         for part in self.parts:

@@ -180,9 +180,9 @@ class StageValues:
         self.values.append(value)
         return value
 
-    def release_with_block(self, action: ActionRows) -> None:
-        """Free weights gathered or cast for the step after the backward of their block."""
-        for i, row in action.last_rows().items():
+    def release_with_block(self, action: ActionRows, ends: Mapping[int, int]) -> None:
+        """Free weights gathered or cast for the step after these rows of backward, by block."""
+        for i, row in ends.items():
             self.extend_weights(i, (BlockSection.GATHER_ONCE,), action.touch_by(row))
 
     def extend_weights(self, i: int, sections: Sequence[BlockSection], touch: RowRef) -> None:
@@ -269,5 +269,5 @@ def _touches(
             (forward, of_stage & (touches.pass_part == 0)),
             (backward, of_stage & (touches.pass_part > 0)),
         ):
-            touches.once_per_step[rows] = segment.once_per_step[touches.segment_row[rows]]
+            touches.once_per_step[rows] |= segment.once_per_step[touches.segment_row[rows]]
     return touches

@@ -239,7 +239,8 @@ class Stage:
             for item in group:
                 self._record(item, row, action)
         if not forward:
-            self.values.release_with_block(action)
+            ends = self.habits.weight_ends(action, self.values.root_blocks)
+            self.values.release_with_block(action, ends or action.last_rows())
             if not self.habits.unit_weights().keeps_gathered:
                 action.weight_half.extend(_gathered_for_weights(action))
         self._send(action)
