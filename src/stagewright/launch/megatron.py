@@ -203,6 +203,10 @@ def follow(reading: LaunchFile, given: Mapping[str, Flag], names: set[str]) -> N
     if settings["precision"] != "fp8":
         settings.pop("fp8_recipe", None)
     _recomputation(settings, names)
+    if "cross-entropy-loss-fusion" in names:  # natively, unless its other flag says otherwise
+        settings.setdefault("compiled_loss", True)
+    else:
+        settings.pop("compiled_loss", None)
     if "num-experts" in given:
         settings.setdefault("moe_token_dispatcher_type", "allgather")
     elif "hidden-size" in given:

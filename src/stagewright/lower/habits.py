@@ -13,6 +13,9 @@ Megatron-LM does; a class below overrides points. A run has the habits that its 
     fsdp_root_unit     each block gathers   one unit outside the layers         fsdp.RootUnit
     cp_grad_comm_type  reduce-scatter       a ring of fp32 gradients            RingAttention
 
+Options of Megatron-LM that hold more are habits, too: `compiled_loss`, `transposed_attention`,
+`defer_embedding_wgrad_compute` (class `MoreMemory`).
+
 Sources are in the classes; docs/internals/frameworks.md has all habits, also those of blocks and
 layouts. To add a habit: a setting in `run.sections.habits`, a class here, its row in `HABITS`.
 """
@@ -28,7 +31,7 @@ from typing import Any, Self
 
 from stagewright.algebra.index import parse
 from stagewright.graph.node import BYTES, Graph, Node
-from stagewright.graph.roles import STREAM
+from stagewright.graph.roles import STREAM, Role
 from stagewright.graph.table import COLLECTIVE_OPS
 from stagewright.lower.assembly.habit import (
     Habit,
@@ -41,7 +44,7 @@ from stagewright.lower.assembly.lowered_block import Allocation, Value
 from stagewright.lower.assembly.segments import ActionRows, CopyRelation
 from stagewright.lower.assembly.stage_values import StageValues
 from stagewright.lower.fsdp import RootUnit, module_logits
-from stagewright.lower.kernels.extent import Extent
+from stagewright.lower.kernels.extent import Extent, bytes_of
 from stagewright.lower.kernels.kernel import BlockSection, LoweredTask
 from stagewright.lower.kernels.live_values import LiveValue, interface
 from stagewright.parallel.degrees import reduces_each_microbatch
@@ -112,6 +115,11 @@ class EagerOperators(Habit):
             return rows * per_row * int(BYTES["fp32"])
         row_bytes: Any = n.get("beside") if n.op == "opaque" else 0
         return math.ceil(extent(n.shape[0], n.layout.dims[0])) * row_bytes if row_bytes else 0
+
+    def scratch(self, t: LoweredTask, size: Mapping[Node, int]) -> int:
+        """Bytes of a token's gradient for each of its copies, and of their products with these."""
+        combined = [n for n in t.made if n.op == "combine_gates"]
+        return sum(2 * max(size[s] for s in n.srcs) for n in combined)
 
     def extend_live_ranges(self, values: StageValues, action: ActionRows) -> None:
         """Free the parts of a fused product as one.
@@ -307,6 +315,28 @@ class RingAttention(Habit):
             return None
         return cls(run.cp, run.cp_comm_type == "all_gather")
 
+    def extend_live_ranges(self, values: StageValues, action: ActionRows) -> None:
+        """Save attention's output twice: by heads, and by tokens for the next product.
+
+        `_SDPAMerger` joins halves of outputs by heads. Only the last rank of cp has no such halves,
+        and no copy.
+        """
+        for i, placed in enumerate(values.blocks if not action.forward else ()):
+            block = placed.block
+            for n in (n for n in block.graph if n.op == "attention" and n.phase != "backward"):
+                output = values.value(i, n)
+                reading = (
+                    row
+                    for t, row in action.row_of[i].items()
+                    if any(block.owner(m) is n for m in t.reads)
+                    and all(m.op != "attention_bwd" for m in t.made)
+                )
+                last = max(reading, default=-1)
+                if output is not None and last >= 0:
+                    copy = replace(output, name=f"{output.name}.copy", size=block.size[n.srcs[0]])
+                    copy.touches = [*output.touches[:1], action.touch_by(last)]
+                    values.values.append(copy)
+
     def scratch(self, t: LoweredTask, size: Mapping[Node, int]) -> int:
         """Bytes of the last rank in its second step, without operands and results of the kernel.
 
@@ -342,6 +372,50 @@ def _contiguous(attention: Node) -> bool:
     return keys.op == "repeat"
 
 
+# ---- Megatron-LM: options that hold more ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MoreMemory(Habit):
+    """Options of Megatron-LM, each with the bytes that it adds.
+
+    Megatron-LM at d98e8a64 (`calculate_gradients` in core/fusions/fused_cross_entropy.py,
+    `LinearWithGradAccumulationAndAsyncCommunication` in core/tensor_parallel/layers.py);
+    Transformer Engine at d0067d0d (`FlashAttention` in .../dot_product_attention/backends.py).
+    """
+
+    compiled_loss: bool
+    transposed_attention: bool
+    deferred: int
+    """Microbatches whose gradients of logits are held."""
+
+    @classmethod
+    def of(cls, run: Run, order: Order) -> Self | None:
+        """Habit of a run with one of the options."""
+        held = min(run.wgrad_deferral_limit or run.microbatches, run.microbatches)
+        deferred = held if run.defer_embedding_wgrad_compute and run.pp > 1 else 0
+        transposed = run.transposed_attention and run.micro_batch_size > 1 and run.cp == 1
+        habit = cls(run.compiled_loss, transposed, deferred)
+        return habit if habit != cls(False, False, 0) else None
+
+    def workspace_bytes(self, n: Node, extent: Extent) -> int:
+        """Bytes of attention's output, whose transpose the next product saves."""
+        attention = n.op == "attention" and n.phase != "backward"
+        return bytes_of(n, extent.of(n)) if self.transposed_attention and attention else 0
+
+    def scratch(self, t: LoweredTask, size: Mapping[Node, int]) -> int:
+        """Bytes of the softmax, of which the compiled backward makes a copy to subtract labels."""
+        read = [n for n in t.reads if n.op == "cast" and n.srcs[0].role is Role.LOGITS]
+        backward = self.compiled_loss and t.phase == "backward"
+        return sum(size[n] for n in read) if backward else 0
+
+    def permanent_bytes(self, graph: Graph, size: Mapping[Node, int]) -> dict[str, int]:
+        """Add the gradients of logits that wait."""
+        logits = {n for n in graph if n.role is Role.LOGITS and n.phase == "forward"}
+        held = self.deferred * sum(size[n] for n in logits)
+        return {"workspace": held} if held else {}
+
+
 # ---- the habits of a run -------------------------------------------------------------------------
 
 HABITS: tuple[type[Habit], ...] = (
@@ -352,6 +426,7 @@ HABITS: tuple[type[Habit], ...] = (
     PipelineCaches,
     RootUnit,
     RingAttention,
+    MoreMemory,
 )
 
 

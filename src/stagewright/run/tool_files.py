@@ -433,13 +433,14 @@ def _precision(trained: TrainedRun) -> Lines:
             yield without_flag("fp8_recipe", recipe)
 
 
-@MEGATRON.rule("flash_attention", "dropout", "clip_grad")
+@MEGATRON.rule("flash_attention", "compiled_loss", "dropout", "clip_grad")
 def _kernels(trained: TrainedRun) -> Lines:
     run, model = trained.run, trained.model
     if not run.flash_attention:  # by default Transformer Engine selects a fused kernel
         yield flag("attention-backend", "unfused")
     if run.operators == "fused":
         yield flag("cross-entropy-loss-fusion")
+        yield flag("cross-entropy-fusion-impl", "native" if run.compiled_loss else "te")
     dropouts = {"attention": model.attention_dropout, "hidden": model.hidden_dropout}
     for name, probability in dropouts.items():
         probability = probability if run.dropout else 0.0
@@ -447,6 +448,14 @@ def _kernels(trained: TrainedRun) -> Lines:
             yield flag(f"{name}-dropout", probability)
     if not run.clip_grad:
         yield flag("clip-grad", 0.0)
+
+
+@MEGATRON.rule("defer_embedding_wgrad_compute", "wgrad_deferral_limit")
+def _deferred(trained: TrainedRun) -> Lines:
+    """Weight gradients of the output layer that wait for the end of the pipeline."""
+    if trained.value("defer_embedding_wgrad_compute"):
+        yield flag("defer-embedding-wgrad-compute")
+        yield flag("wgrad-deferral-limit", trained.run.wgrad_deferral_limit)
 
 
 @MEGATRON.rule("launch_mode", "cuda_graph_modules")

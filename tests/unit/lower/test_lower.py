@@ -477,3 +477,26 @@ def test_refused(tmp_path: Path, order: str, wanted: str) -> None:
     path.write_text(order, encoding="utf-8")
     with pytest.raises(UserError, match=wanted):
         compiled(**GPT, pp=2, schedule=str(path), global_batch_size=2)
+
+
+def test_what_options_of_megatron_hold() -> None:
+    """Copies of logits [B, S, V] and of attention's output [B, S, H], in closed form."""
+    model = {
+        "model": "llama3.1-8b",
+        "layers": 2,
+        "seq_length": 4096,
+        "tp": 8,
+        "micro_batch_size": 2,
+    }
+    tokens, logits = 2 * 4096, 128256 // 8
+
+    def peak(pipeline: int = 1, **options: Any) -> int:
+        classes = compiled(**model, pp=pipeline, global_batch_size=8, **options).program.classes
+        return max(classes, key=lambda c: c.pipeline_rank).memory["peak"]
+
+    one, two = peak(), peak(2)
+    assert peak(compiled_loss=True) - one == tokens * logits * 4
+    assert peak(transposed_attention=True) - one == 2 * tokens * 4096 // 8 * 2  # two layers
+    deferred: dict[str, Any] = {"defer_embedding_wgrad_compute": True}
+    assert peak(2, **deferred, wgrad_deferral_limit=3) - two == 3 * tokens * logits * 2
+    assert peak(2, **deferred) - two == 4 * tokens * logits * 2  # of all microbatches

@@ -11,6 +11,7 @@ from stagewright.run.sections.declare import (
     NO_BACKWARD,
     WHOLE_WEIGHTS,
     Count,
+    Number,
     Switch,
     idle_axes,
     of_training,
@@ -53,6 +54,35 @@ class HabitSection:
         habits={"torchtitan": "eager"},
     )
     """Chains hold what autograd keeps of them; each operator is a kernel with `fuse` off."""
+    compiled_loss: Switch = of_training(
+        False,
+        "Compile the loss: one more fp32 copy of the logits in backward.",
+        elsewhere="there is no loss",
+        needs={"operators": ("fused",)},
+    )
+    """Megatron-LM's `cross_entropy_loss_fusion` with `cross_entropy_fusion_impl=native`; its loss
+    in place and Transformer Engine's kernel hold equal bytes."""
+    transposed_attention: Switch = of_training(
+        False,
+        "Save attention's output twice where a microbatch has several sequences: Transformer "
+        "Engine with flash-attn, as before Hopper.",
+        elsewhere=NO_BACKWARD,
+        needs={"flash_attention": (True,)},
+    )
+    """flash-attn saves its output by sequence, the next product that by token. From Hopper on,
+    Transformer Engine prefers cuDNN, which writes it by token (`get_attention_backend`)."""
+    defer_embedding_wgrad_compute: Switch = of_training(
+        False,
+        "With pp: hold gradients of logits until the pipeline drains (Megatron-LM).",
+        elsewhere=_NO_GRADIENTS,
+        idle=(idle_axes("pp"),),
+    )
+    wgrad_deferral_limit: Number = of_training(
+        0,
+        "Microbatches whose gradients of logits are held; 0: all.",
+        elsewhere=_NO_GRADIENTS,
+        needs={"defer_embedding_wgrad_compute": (True,)},
+    )
     joint_projections: Switch = setting(
         True,
         "Time query, key and value as one matrix product, gate and up as another.",
