@@ -60,7 +60,12 @@ def from_torch(
             "this is the graph of one rank, with collectives, and not a whole model; "
             "stagewright import file.py:factory -o rank.bundle reads it"
         )
-    module, inputs = _module_of(module_or_factory, example_inputs)
+    result: Any = module_or_factory
+    if not hasattr(result, "forward"):
+        if not callable(result):
+            raise UserError(f"got {type(result).__name__}, wanted an nn.Module or a function")
+        result = result()
+    module, inputs = _module_and_inputs(result, example_inputs)
     recording = record(module, inputs, name=name, static=static)
     translated = translate(recording, dims, approximate=approximate, loss=loss)
     return model_of(translated, recording.name)
@@ -100,18 +105,8 @@ def recorded(source: str, *, static: bool = False, trust: bool = False) -> Recor
     return record(module, inputs, name=factory, static=static)
 
 
-def _module_of(module_or_factory: Any, inputs: Any) -> tuple[Any, Any]:
-    """Module and example inputs, from a module or a factory."""
-    module: Any = module_or_factory
-    if not hasattr(module, "forward"):
-        if not callable(module):
-            raise UserError(f"got {type(module).__name__}, wanted an nn.Module or a function")
-        return _module_and_inputs(module(), inputs)
-    return _module_and_inputs(module, inputs)
-
-
 def _module_and_inputs(result: Any, inputs: Any) -> tuple[Any, Any]:
-    """Module and example inputs of a factory's result."""
+    """Module and example inputs of a module, or of what a factory returned."""
     is_pair = isinstance(result, tuple) and len(cast("tuple[Any, ...]", result)) == 2
     module: Any = result
     if is_pair:
