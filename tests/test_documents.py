@@ -171,7 +171,15 @@ def test_commands_of_pages_are_understood(block: Block):
 
 ELSEWHERE = {
     "--rendezvous-protocol",  # ASTRA-sim's
-    *("--overlap-grad-reduce", "--use-flash-attn", "--bf", "--fp"),  # Megatron-LM's
+    *(
+        "--overlap-grad-reduce",
+        "--use-flash-attn",
+        "--bf",
+        "--fp",
+        "--transformer-impl",
+    ),  # Megatron-LM's
+    *("--cross-entropy-fusion-impl", "--no-create-attention-mask-in-dataloader"),
+    "--grad-reduce-in-bf",
     *("--rollout-max-response-len", "--hf-checkpoint"),  # slime's
     *("--data-parallel-size", "--enable-expert-parallel", "--speculative-config"),  # vLLM's
     "--speculative-eagle-topk",  # SGLang's
