@@ -16,18 +16,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 import choices
 import predictions
 import regret
-from stagewright.evidence.inference import ServedRow, model_of_row
 from stagewright.evidence.kernels import KernelRow
 from stagewright.evidence.memory import BETWEEN_STEPS
 from stagewright.evidence.rows import Prediction, Row
-from stagewright.evidence.servers import ClosedLoopRow, StageRow
+from stagewright.evidence.servers import ClosedLoopRow, StageRow, model_of_row
 from stagewright.evidence.statistics import GROUPS, SWEEP, errors_by_group
 from stagewright.evidence.training import Measurement, not_compared, sources
 from stagewright.model.catalog import resolve as model_of
@@ -47,6 +46,8 @@ LISTED = 40
 EQUAL = 0.05
 """Published layouts within this share of the predicted best count as equal to it."""
 GPT_OSS = "gpt-oss-120b on H200"
+FEW_USERS = 4
+"""Users of a server whose prompts hardly wait for each other."""
 FAR = 0.1
 """Mean error of step times beyond which a source is named on the page."""
 
@@ -141,7 +142,8 @@ def _short_kernels(c: Compared) -> bool:
 
 
 def _experts_in_nvfp4(c: Compared) -> bool:
-    assert isinstance(c.row, ServedRow)
+    if not isinstance(c.row, ClosedLoopRow):
+        return False
     experts = model_of(str(c.row.settings["model"])).num_experts > 0
     return c.quantity == "tpot_ms" and experts and "nvfp4" in c.row.checkpoint
 
@@ -175,16 +177,18 @@ def jobs(*, only_held_out: bool = False, low: bool = False) -> tuple[regret.Regr
     return tuple(job for job in choices_by_job if job.low_utilization == low)
 
 
-def _is_steady(c: Compared) -> bool:
-    """Check whether a row is AIConfigurator's time per token at a steady load."""
-    return c.source.startswith("aiconfigurator") and c.quantity == "tpot_ms"
+def _has_few_users(c: Compared) -> bool:
+    """Check whether a row has so few users that first tokens are a step of prompts and the host."""
+    return isinstance(c.row, ClosedLoopRow) and c.row.users <= FEW_USERS
 
 
-def _engine_rows(quantity: str) -> Callable[[], list[tuple[str, float]]]:
+def _engine_rows(
+    quantity: str, holds: Callable[[Compared], bool] = lambda c: True
+) -> Callable[[], list[tuple[str, float]]]:
     """Errors of AIConfigurator's servers, simulated request by request."""
     return _of(
         "serving",
-        lambda c: c.source.startswith("aiconfigurator") and c.quantity.startswith(quantity),
+        lambda c: c.source.startswith("aiconfigurator") and c.quantity == quantity and holds(c),
     )
 
 
@@ -206,21 +210,19 @@ ANSWERS = (
            "Peak memory, allocated", "Megatron-LM's tests, two papers", "compiled cross entropy"),
     Answer("memory-reserved", _of("memory", lambda c: c.quantity == "reserved"),
            "Peak memory, reserved", "torchtitan", "single rows"),
-    Answer("decode", _of("inference", _is_steady), "Decode: time per token at a steady load",
-           "AIConfigurator: vLLM, SGLang, TensorRT-LLM", "DeepSeek, hundreds of users in SGLang"),
-    Answer("first-token", _of("inference", lambda c: c.quantity == "ttft_ms"),
-           "Prefill: time to the first token with few users", "AIConfigurator", "single rows"),
-    Answer("serve-tpot", _engine_rows("tpot"), "Serving: time per output token",
-           "AIConfigurator on H100 and H200", "DeepSeek in TensorRT-LLM"),
-    Answer("serve-ttft", _engine_rows("ttft"), "Serving: time to the first token",
-           "AIConfigurator on H100 and H200", "MoE, p99"),
+    Answer("serve-tpot", _engine_rows("tpot_ms"), "Serving: time per output token",
+           "AIConfigurator: vLLM, SGLang, TensorRT-LLM", "DeepSeek in TensorRT-LLM"),
+    Answer("serve-ttft", _engine_rows("ttft_ms"), "Serving: time to the first token",
+           "AIConfigurator", "MoE, p99"),
+    Answer("first-token", _engine_rows("ttft_ms", _has_few_users),
+           f"The same with up to {FEW_USERS} users", "AIConfigurator", "single rows"),
     Answer("serve-rate", _of("serving", lambda c: c.quantity == "output_tokens_s_gpu"),
            "Serving: output tokens per second", "InferenceX, DeepSeek-R1",
            "data-parallel attention"),
     Answer("serve-drafts", _of("drafts", lambda c: c.quantity == "tpot_ms"),
            "Serving with multi-token prediction: time per output token", "InferenceX, DeepSeek-R1",
            "acceptance rates that you guess"),
-    Answer("power", _of("inference", lambda c: c.quantity == "watts"), "Power of a GPU",
+    Answer("power", _of("serving", lambda c: c.quantity == "watts"), "Power of a GPU",
            "gpt-oss-120b on H200", "other GPUs"),
     Answer("kernels", _of("kernels", lambda c: c.source == "aiconfigurator, matrix products"),
            "Time of one matrix product", "AIConfigurator", "products of few rows"),
@@ -234,7 +236,8 @@ ANSWERS = (
            "microseconds"),
     Answer("sinks", _of("training", lambda c: kind(c) == "MoE" and "gpt-oss" in _model(c)),
            "Training of gpt-oss"),
-    Answer("nvfp4-experts", _of("inference", _experts_in_nvfp4), "Decode of experts in nvfp4"),
+    Answer("decode", _engine_rows("tpot_ms"), "Decode: time per output token of a server"),
+    Answer("nvfp4-experts", _of("serving", _experts_in_nvfp4), "Decode of experts in nvfp4"),
     Answer("zero3", _of("training", lambda c: c.source.startswith("DeepSpeed ZeRO-3")),
            "ZeRO-3 of DeepSpeed in 2021 on A100"),
     Answer("overlap", lambda: [("torchtitan", ours - theirs) for theirs, ours in overlap_gains()],
@@ -267,29 +270,25 @@ def _trained(*kinds: str) -> Iterator[tuple[Group, Compared]]:
             yield (c.prediction.traits.hardware, c.prediction.traits.precision), c
 
 
-def _inferred(quantity: str) -> Iterator[tuple[Group, Compared]]:
-    for c in table("inference"):
-        if c.quantity == quantity:
-            assert isinstance(c.row, ServedRow)
-            yield _group_of_server(c.row.hardware, c.row.settings, c.row.checkpoint), c
-
-
-def _group_of_server(hardware: str, settings: Mapping[str, Any], checkpoint: str) -> Group:
-    return inferred(*model_of_row(settings, checkpoint), hardware)
-
-
 def _served_rows(*quantities: str) -> Iterator[tuple[Group, Compared]]:
     """Servers whose requests are simulated, but for those that were overloaded."""
     for c in table("serving"):
         if c.quantity not in quantities or c.source.endswith("overloaded"):
             continue
         if isinstance(c.row, ClosedLoopRow):
-            server, checkpoint = c.row.served, c.row.served.checkpoint
+            server, checkpoint = c.row, c.row.checkpoint
         else:
             assert isinstance(c.row, StageRow)
             server, checkpoint = c.row.server, ""
-        group = _group_of_server(server.hardware, server.settings, checkpoint)
+        group = inferred(*model_of_row(server.settings, checkpoint), server.hardware)
         yield (ENGINES[server.engine], *group), c
+
+
+def _inferred(
+    quantity: str, holds: Callable[[Compared], bool] = lambda c: True
+) -> Iterator[tuple[Group, Compared]]:
+    """Servers of any engine."""
+    return ((group[1:], c) for group, c in _served_rows(quantity) if holds(c))
 
 
 def _drafted() -> Iterator[tuple[Group, Compared]]:
@@ -307,7 +306,7 @@ GROUPED: dict[str, Callable[[], Iterator[tuple[Group, Compared]]]] = {
     "train-moe": lambda: _trained("MoE"),
     "train-lora": lambda: _trained("LoRA"),
     "decode": lambda: _inferred("tpot_ms"),
-    "first-token": lambda: _inferred("ttft_ms"),
+    "first-token": lambda: _inferred("ttft_ms", _has_few_users),
     "serve-tpot": lambda: _served_rows("tpot_ms"),
     "serve-ttft": lambda: _served_rows("ttft_ms", "ttft_p50_ms"),
     "serve-rate": lambda: _served_rows("output_tokens_s_gpu"),
@@ -465,8 +464,8 @@ def _launches(c: Compared) -> str:
 
 
 def _engine(c: Compared) -> str:
-    assert c.row is not None
-    return f"{c.source.split(', ')[1]}, {c.row.hardware}"
+    assert isinstance(c.row, ClosedLoopRow)
+    return f"{ENGINE_NAMES[c.row.engine]}, {c.row.hardware}"
 
 
 ENGINE_NAMES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
@@ -477,6 +476,7 @@ QUANTITIES = {
     "ttft_p99_ms": "first token, p99",
     "e2e_ms": "last token",
     "output_tokens_s_gpu": "tokens per second",
+    "watts": "power",
 }
 
 
@@ -485,7 +485,7 @@ def _served(c: Compared) -> str:
     source = c.source
     if source == "aiconfigurator, first tokens":
         assert isinstance(c.row, ClosedLoopRow)
-        source = f"aiconfigurator, {ENGINE_NAMES[c.row.served.engine]}"
+        source = f"aiconfigurator, {ENGINE_NAMES[c.row.engine]}"
     elif "multi-token" in source:
         source = "InferenceX, multi-token prediction"
     return f"{source}: {QUANTITIES[c.quantity]}"
@@ -674,10 +674,12 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "far-sources": far_sources,
     "layouts": layouts,
     "near-published": near_published,
-    "steady": Grouped(
-        "Source", ("inference",), lambda c: c.source, lambda c: c.quantity == "tpot_ms"
+    "served-hardware": Grouped(
+        "Engine, GPU, quantity",
+        ("serving",),
+        lambda c: f"{_engine(c)}, {QUANTITIES[c.quantity]}",
+        lambda c: c.source.startswith("aiconfigurator"),
     ),
-    "steady-hardware": Grouped("Engine, GPU", ("inference",), _engine, _is_steady),
     "served": Grouped("Source, quantity", ("serving", "drafts"), _served),
     "gpt-oss": gpt_oss,
     "recorded": recorded,
@@ -705,8 +707,7 @@ def with_tables(text: str) -> str:
 
 TITLES = {
     "training": "Step times of training",
-    "inference": "Servers at a steady load",
-    "serving": "Servers, request by request",
+    "serving": "Servers",
     "replayed": "Recorded workloads",
     "drafts": "Servers with multi-token prediction",
     "memory": "Memory",
@@ -836,7 +837,7 @@ _ABOUT_GROUPS = (
 )
 _ENGINE = "engine, accelerator, family, precision"
 SERVED = {
-    "decode": ("Time per token at a steady load", "accelerator, family, precision"),
+    "decode": ("Time per token", "accelerator, family, precision"),
     "first-token": ("First token with few users", "accelerator, family, precision"),
     "serve-tpot": ("Time per token of requests", _ENGINE),
     "serve-ttft": ("First token of requests", _ENGINE),

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
-from stagewright.evidence.inference import model_of_row
 from stagewright.evidence.rows import Prediction
+from stagewright.evidence.servers import model_of_row
 from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.serving.engines import EngineSection
 from stagewright.serving.deployment import InstanceGroup

@@ -24,7 +24,7 @@ from typing import Any
 import astra_sim
 import drafts
 import replayed
-from stagewright.evidence import inference, kernels, memory, servers, training
+from stagewright.evidence import kernels, memory, servers, training
 from stagewright.evidence.rows import Prediction, Row, compare, prediction
 from stagewright.executors import cores
 from stagewright.lower.parameters import parameters
@@ -38,7 +38,6 @@ COLUMNS = ("source", "row", "quantity", "measured", "predicted", "error")
 ROWS: dict[str, Callable[[], Sequence[Row]]] = {
     "training": training.rows,
     "kernels": kernels.rows,
-    "inference": inference.rows,
     "memory": memory.rows,
     "serving": servers.rows,
 }
@@ -149,8 +148,7 @@ def predict(name: str, jobs: int = 1) -> list[Prediction]:
     """The predictions of a table, simulated; rows that cannot be simulated are left out."""
     if name in OTHERS:
         return [*OTHERS[name]()]
-    # Loads of one server share a table of step times, which one process keeps.
-    outcomes = compare(ROWS[name](), jobs=1 if name == "serving" else jobs)
+    outcomes = compare(ROWS[name](), jobs=jobs)
     return [outcome for outcome in outcomes if isinstance(outcome, Prediction)]
 
 

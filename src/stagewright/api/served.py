@@ -48,7 +48,13 @@ from stagewright.views.accuracy import GroupError, errors_of_serving
 from stagewright.views.deviations import known_of_serving
 from stagewright.views.pages.serving import serving_page
 from stagewright.views.perfetto import write_serving
-from stagewright.views.serving import group_words, layout_words, serving_notes, serving_text
+from stagewright.views.serving import (
+    accuracy_notes,
+    group_words,
+    layout_words,
+    serving_notes,
+    serving_text,
+)
 
 _HARDWARE = "the name of hardware, a path or a Hardware"
 
@@ -174,6 +180,7 @@ class Serving(ServedRun, PublicResult):
             "interactivity": self.interactivity,
             "expense": self.expense()._asdict(),
             "accuracy": [of.to_dict() for of in self.accuracy()],
+            "remarks": [*self.notes(), *accuracy_notes(groups)],
         }
 
     def _rows(self) -> Table:

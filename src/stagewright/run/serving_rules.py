@@ -101,9 +101,11 @@ def _layers(run: Run, model: ModelConfig) -> Errors:
     # States go on token by token: a decode step has one of each request.
     decodes_states = model.state_space and run.mode == "decode"
     if decodes_states and any(group.new_tokens != 1 for group in groups(run)):
+        several = ("num_speculative_tokens", "prompt_length")
+        given = next((name for name in several if getattr(run, name)), "new_tokens")
         yield (
-            f"a decode step of {model.name}, whose layers carry a state, has one new token of each "
-            "request; use no prompt_length, num_speculative_tokens or new_tokens, or mode=prefill"
+            f"{given}: a decode step of {model.name}, whose layers carry a state, has one new "
+            "token of each request; leave it out"
         )
     if model.o_groups and run.prefill is not None:
         yield (

@@ -47,11 +47,13 @@ HUB = "https://huggingface.co/"
 
 
 def check_engine(engine: str, schedulers: Sequence[str]) -> None:
-    """Raise UserError for an engine whose scheduler is none of those that are timed."""
+    """Raise UserError for an unknown engine, or one whose scheduler is none of those timed."""
+    if engine not in ENGINES:
+        raise UserError(f"--as {engine}: wanted {either(ENGINES)}")
     if ENGINES[engine] not in schedulers:
-        timed = either(schedulers)
         raise UserError(
-            f"--as {engine}: scheduler {timed} is timed; add --scheduler {ENGINES[engine]}"
+            f"--as {engine}: timed with --scheduler {either(schedulers)}, wanted "
+            f"{ENGINES[engine]}; give only that one, or another row of a search (--run)"
         )
 
 
@@ -60,16 +62,9 @@ def command_lines(deployment: Deployment, engine: str) -> list[str]:
 
     Raises UserError for an unknown engine, and one whose scheduler is not the one that was timed.
     """
-    if engine not in ENGINES:
-        raise UserError(f"--as {engine}: wanted {either(ENGINES)}")
     lines: list[str] = []
     for group in deployment.groups:
-        timed = group.settings.scheduler
-        if timed != ENGINES[engine]:
-            raise UserError(
-                f"--as {engine}: this deployment was timed with scheduler {timed}; give another "
-                f"row (--run), or only --scheduler {ENGINES[engine]}"
-            )
+        check_engine(engine, [group.settings.scheduler])
         role = "" if group.role == "both" else f" for {group.role}"
         count = group.settings.instances
         lines.append(

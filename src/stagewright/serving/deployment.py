@@ -103,14 +103,14 @@ class InstanceGroup:
             refuse_others(settings)
         router_of(settings.router)
         drafts = settings.speculative_method, settings.speculative_model
-        engine = engine_of(scheduler or scheduler_of(settings, limits, run.pp))
+        engine = engine_of(class_of(settings.scheduler) if scheduler is None else type(scheduler))
         for other in others:
             instance, its = other.instance, other.settings
             if (
                 (instance.run, instance.machine, other.limits) == (run, machine, limits)
                 and (its.gpu_memory_utilization, its.free_gpu_memory_fraction) == memory
                 and (its.speculative_method, its.speculative_model) == drafts
-                and engine_of(other.scheduler) == engine
+                and engine_of(type(other.scheduler)) == engine
             ):
                 return cls(instance, settings, role, scheduler)
         execution = execution or Execution()
@@ -165,7 +165,7 @@ class InstanceGroup:
 
         What schedules a step while the one before runs, hides it behind that.
         """
-        engine = engine_of(self.scheduler)
+        engine = engine_of(type(self.scheduler))
         host = HOSTS[engine] if engine else NO_HOST
         return replace(host, overlaps_gpu=bool(getattr(self.scheduler, "async_scheduling", False)))
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from stagewright.serving.deployment import InstanceGroup
+from stagewright.serving.host import HOSTS
 from stagewright.time.hardware import Hardware
 from stagewright.time.simulate.launches import launch_mode
 from stagewright.time.simulate.step import SimulatedStep
@@ -120,6 +121,9 @@ def _tokens_of_a_microbatch(step: SimulatedStep) -> float:
 
 # ---- the table -----------------------------------------------------------------------------------
 
+_HOST_OF_REQUESTS = ", ".join(
+    f"{host.per_request * 1e3:g} ms in {engine}" for engine, host in HOSTS.items()
+)
 DEVIATIONS = (
     Deviation(
         lambda step: _experts(step) and step.compiled.run.ep > 1 and _several_racks(step),
@@ -163,9 +167,8 @@ DEVIATIONS = (
     ),
     Deviation(
         lambda step: not _trains(step) and not _decodes(step),
-        "Measured times to the first token are longer by what the engine's host takes and its "
-        "rules make a request wait: 5 ms of a request in vLLM, 0 in TensorRT-LLM, 95 in SGLang, "
-        "and 4 to 16 ms per 1,024 tokens.",
+        "Measured times to the first token are longer by what the engine's host takes for a "
+        f"request ({_HOST_OF_REQUESTS}) and by its wait; `stagewright serve` has both.",
     ),
     Deviation(
         lambda step: (

@@ -15,7 +15,7 @@ from stagewright.serving.search.search import (
     ServingRanking,
 )
 from stagewright.texttable import Table
-from stagewright.views.deviations import known_of_serving
+from stagewright.views.serving import accuracy_notes
 
 UNTIL_STOPPED = "the best of what was simulated until then"
 _DEGREES = frozenset({"tp", "pp", "dp", "ep", "etp"})
@@ -122,8 +122,7 @@ def accuracy(ranking: ServingRanking) -> list[str]:
     """Sentences on the errors to expect of the winner."""
     if not ranking.best:
         return []
-    groups = ranking.choices[ranking.best[0]].deployment.groups
-    return [f"Accuracy: {text}" for text in known_of_serving(groups)]
+    return accuracy_notes(ranking.choices[ranking.best[0]].deployment.groups)
 
 
 def _share(share: float) -> str:

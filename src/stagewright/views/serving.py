@@ -228,7 +228,12 @@ def serving_text(
     )
     if 1 < len(run.outcome.engines) <= MAX_ENGINES:
         yield per_engine(run)
-    yield from (f"note: Accuracy: {text}" for text in known_of_serving(groups))
+    yield from (f"note: {text}" for text in accuracy_notes(groups))
+
+
+def accuracy_notes(groups: Sequence[InstanceGroup]) -> list[str]:
+    """Notes on the errors to expect."""
+    return [f"Accuracy: {text}" for text in known_of_serving(groups)]
 
 
 def _limits(run: ServedRun, slo: Slo) -> str:

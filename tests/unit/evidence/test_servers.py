@@ -4,23 +4,23 @@ from dataclasses import replace
 
 import pytest
 
-from stagewright.evidence import servers
-from stagewright.evidence.inference import (
+from stagewright.evidence.servers import (
+    LOOP_QUANTITIES,
     REQUESTS_PER_USER,
-    ServedRow,
+    ClosedLoopRow,
     client_of,
+    closed_loops,
     entries,
-    rows,
+    model_of_row,
 )
-from stagewright.evidence.servers import closed_loops
+from stagewright.lower.compile import compile
 from stagewright.run.sections.serving.engines import EngineSection
 from stagewright.serving.schedulers.named import ENGINES
 
-ROW = ServedRow(
+ROW = ClosedLoopRow(
     source="aiconfigurator, vLLM", row="a row", hardware="h100-sxm", quantity="ttft_ms",
-    measured=1.0, engine="vllm", concurrency=32.0, request_rate=None,
-    isl=1024, cached=0, osl=256, shortest=1.0, chunk=8192, checkpoint="",
-    settings={"model": "qwen3-32b"},
+    measured=1.0, engine="vllm", users=32, isl=1024, osl=256, shortest=1.0,
+    max_num_batched_tokens=8192, checkpoint="", settings={"model": "qwen3-32b"}, busy=1.0,
 )  # fmt: skip
 
 
@@ -38,10 +38,7 @@ def test_a_generated_server_has_room_for_a_prompt_beside_its_users():
 
 def test_entries_differ_by_users_and_by_day():
     some = replace(ROW, source="InferenceX", hardware="b200", settings={"model": "deepseek-r1"})
-    polled = [
-        client_of(replace(some, engine="sglang", concurrency=users)).options
-        for users in (4.0, 16.0)
-    ]
+    polled = [client_of(replace(some, engine="sglang", users=users)).options for users in (4, 16)]
     assert [of["scheduler_recv_interval"] for of in polled] == [10, 30]
     days = [
         client_of(replace(some, engine="trtllm", row=f"x4, {day}", isl=100)).options
@@ -72,12 +69,37 @@ def test_prompts_wait_where_the_script_says_so():
     assert steps == [20, None, None]
 
 
-def test_every_entry_is_cited_and_of_several_rows(monkeypatch: pytest.MonkeyPatch):
-    # Those that the package carries, on hardware that is not compared, too.
-    monkeypatch.setattr(servers, "HARDWARE", {row.hardware for row in rows()})
+def test_every_entry_is_cited_and_of_several_rows():
     loops = closed_loops()
     for entry in entries():
         assert entry.cited
-        assert len({of.experiment for of in loops if entry.fits(of.served)}) > 1
+        assert len({of.experiment for of in loops if entry.fits(of)}) > 1
     for of in loops:
-        EngineSection(scheduler=ENGINES[of.served.engine], **client_of(of.served).options)
+        EngineSection(scheduler=ENGINES[of.engine], **client_of(of).options)
+
+
+def test_rows_that_the_package_carries_can_be_read():
+    every = closed_loops()
+    assert len(every) > 600
+    assert {row.quantity for row in every} == set(LOOP_QUANTITIES)
+    assert all(row.url.startswith("https://") and row.measured > 0 for row in every)
+
+
+def test_power_of_a_run_is_that_of_its_busy_and_its_idle_time():
+    """An idle H100 draws a fifth of its TDP."""
+    row = replace(ROW, quantity="watts", users=1, isl=256, osl=16, settings={"model": "gpt2"})
+    outcome = row.simulate()
+    busy, half = row.predict(outcome), replace(row, busy=0.5).predict(outcome)
+    assert half == pytest.approx((busy + 140) / 2)
+
+
+def test_checkpoints_are_stored_as_published():
+    """NVIDIA's checkpoint of DeepSeek-R1 has experts and `wo` in four bits, else bf16."""
+    settings = {"model": "deepseek-r1", "layers": 4, "tp": 8, "mode": "decode", "batch_size": 8}
+    tasks = compile(*model_of_row(settings, "deepseek-r1-nvfp4-v2")).program.classes[0].tasks
+    data_types = {
+        tasks.names[name]: tasks.dtypes[dtype]
+        for name, dtype in zip(tasks.name.tolist(), tasks.dtype.tolist(), strict=True)
+    }
+    assert data_types["layer3.q"] == data_types["layer3.latent"] == "bf16"
+    assert data_types["layer3.attn_out"] == data_types["layer3.mlp_out"] == "fp4"

@@ -17,10 +17,11 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.serving import EngineSection
 from stagewright.run.settings import Run
 from stagewright.serving.batch import StepBatch
-from stagewright.serving.command_lines import ENGINES, command_lines
+from stagewright.serving.command_lines import command_lines
 from stagewright.serving.deployment import Deployment, InstanceGroup
 from stagewright.serving.engine import Engine
 from stagewright.serving.host import HOSTS, HostTimes
+from stagewright.serving.schedulers.named import ENGINES
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.network import Machine
 
@@ -152,7 +153,7 @@ def test_tensorrt_llm():
 
 
 def test_another_engine_than_the_one_that_was_timed_is_refused():
-    with pytest.raises(UserError, match="was timed with scheduler vllm"):
+    with pytest.raises(UserError, match="timed with --scheduler vllm"):
         command_lines(Deployment((group("vllm"),)), "sglang")
 
 

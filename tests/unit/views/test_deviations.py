@@ -12,7 +12,6 @@ import stagewright as sw
 from helpers import ROOT, cases
 from stagewright.api.simulated import Simulation
 from stagewright.cli.main import main
-from stagewright.evidence.inference import HOST_MS
 from stagewright.views.advice import remarks
 from stagewright.views.deviations import DEVIATIONS, SOURCE, known
 
@@ -56,15 +55,6 @@ def test_sentences_have_figures() -> None:
     for row in DEVIATIONS:
         assert "{" not in row.sentence
         assert "-" not in re.findall(r"(.)\d+%", row.sentence), row.sentence
-
-
-def test_times_of_hosts_are_those_of_the_evidence_room() -> None:
-    (sentence,) = [row.sentence for row in DEVIATIONS if row.sentence.startswith("Measured times")]
-    request = {engine: f"{of[0]:.0f}" for engine, of in HOST_MS.items()}
-    assert f"{request['vllm']} ms of a request in vLLM" in sentence
-    assert f"{request['trtllm']} in TensorRT-LLM, {request['sglang']} in SGLang" in sentence
-    tokens = sorted(of[1] for of in HOST_MS.values())
-    assert f"{tokens[0]:.0f} to {tokens[-1]:.0f} ms per 1,024 tokens" in sentence
 
 
 def test_the_page_with_the_figures_is_there() -> None:

@@ -199,7 +199,8 @@ def _search_serving(
 ) -> int:
     """Search the fewest GPUs for a load, print the result and write files; the exit code."""
     from stagewright.api.searched_serving import asked_serving, searched_serving
-    from stagewright.serving.command_lines import ENGINES, check_engine
+    from stagewright.serving.command_lines import check_engine
+    from stagewright.serving.schedulers.named import ENGINES
 
     row, top, why = (settings.pop(name) for name in ("listed_row", "top", "why"))
     engine = settings.pop("as_family") if settings["as_family"] in ENGINES else None

@@ -76,7 +76,8 @@ def serve(
     from stagewright.launch import files
     from stagewright.run.files import launched
     from stagewright.run.sections.serving import SERVING
-    from stagewright.serving.command_lines import ENGINES, check_engine
+    from stagewright.serving.command_lines import check_engine
+    from stagewright.serving.schedulers.named import ENGINES
     from stagewright.time.hardware import resolve
     from stagewright.trace.staging import check_output
 

@@ -67,9 +67,7 @@ def validate(
     tables = _tables(path, serving)
     rows = [row for table in tables for row in table(source)[::every]]
     with shown("rows") as bar:
-        # Loads of one server share a table of step times, which one process keeps.
-        processes = 1 if serving else jobs or cores()
-        outcomes = list(compare(rows, jobs=processes, progress=bar))
+        outcomes = list(compare(rows, jobs=jobs or cores(), progress=bar))
     predictions = [o for o in outcomes if isinstance(o, Prediction)]
     refused = [o for o in outcomes if not isinstance(o, Prediction)]
     if path is not None and refused:
@@ -102,7 +100,7 @@ def validate(
 
 def _tables(path: str | None, serving: bool) -> list[Callable[[str | None], Sequence[Row]]]:
     """The tables of rows that are compared, each a function of the source."""
-    from stagewright.evidence import inference, kernels, servers, training
+    from stagewright.evidence import kernels, servers, training
     from stagewright.evidence.rows import within
 
     if serving:
@@ -110,7 +108,7 @@ def _tables(path: str | None, serving: bool) -> list[Callable[[str | None], Sequ
     if path is not None:
         own = training.load(path)
         return [lambda source: [row for row in own if within(row.source, source)]]
-    return [training.rows, kernels.rows, inference.rows]
+    return [training.rows, kernels.rows, servers.rows]
 
 
 def _as_json(rows: Sequence[Prediction], refused: Sequence[NotCompared]) -> dict[str, Any]:
@@ -165,11 +163,12 @@ def _error_tables(
     others = [o for o in predictions if o.traits is None]
     if steps:
         yield from (errors_by_group(steps, by) for by in (GROUPS if by_group else ["source"]))
-    if serving:
-        named = [o._replace(source=f"{o.source}, {o.quantity}") for o in others]
-        others = sorted(named, key=lambda o: o.source)
     if others:
-        yield totals(others)
+        quantities = Counter(source for source, _ in {(o.source, o.quantity) for o in others})
+        yield totals(
+            o._replace(source=f"{o.source}, {o.quantity}") if quantities[o.source] > 1 else o
+            for o in sorted(others, key=lambda o: (o.source, o.quantity))
+        )
     if serving:
         yield PEERS
 

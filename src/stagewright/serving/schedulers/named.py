@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 from stagewright.errors import UserError, did_you_mean, either
 from stagewright.launch.servers import SERVERS
 from stagewright.run.sections.execution import ServingEngine
-from stagewright.run.sections.serving import EngineSection
+from stagewright.run.sections.serving.engines import EngineSection
 from stagewright.serving.engine import Scheduler
 from stagewright.serving.schedulers.sglang import SGLang
 from stagewright.serving.schedulers.static import Static
@@ -123,10 +123,10 @@ def class_of(scheduler: str) -> Any:
     return SCHEDULERS.get(scheduler) or _installed(scheduler)
 
 
-def engine_of(scheduler: Scheduler) -> ServingEngine | None:
-    """Engine whose scheduler this is, or derives from."""
-    of = (engine for engine, name in ENGINES.items() if isinstance(scheduler, class_of(name)))
-    return cast("ServingEngine | None", next(of, None))
+def engine_of(scheduler_class: type[Any]) -> ServingEngine | None:
+    """Engine whose scheduler has this class, or derives from it."""
+    engines = (of for of, name in ENGINES.items() if issubclass(scheduler_class, SCHEDULERS[name]))
+    return cast("ServingEngine | None", next(engines, None))
 
 
 def _settings(scheduler_class: Any) -> set[str]:
