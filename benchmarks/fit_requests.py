@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 
@@ -25,18 +26,19 @@ from stagewright.errors import UserError
 from stagewright.evidence import servers
 from stagewright.evidence.servers import ClosedLoopRow
 from stagewright.model.catalog import resolve
+from stagewright.run.sections.execution import ServingEngine
 from stagewright.serving import deployment
-from stagewright.serving import host as hosts
+from stagewright.serving.host import HOSTS
 
 STEP_GRID = (range(0, 2001, 400), range(0, 61, 10))
 """Microseconds of a step, and of a request in it."""
-QUEUE_GRID = (range(0, 31, 5), range(0, 13, 3))
+QUEUE_GRID = (range(0, 51), range(0, 13))
 """Milliseconds of a request until it is in the queue, and of 1,024 tokens of its prompt."""
 
 MOST_USERS = 128
 """Users of closed loops to whose first tokens hosts are fitted."""
 
-Found = Callable[[tuple[float, ...]], np.ndarray]
+Errors = dict[tuple[float, ...], np.ndarray]
 """Errors of rows by constants."""
 
 
@@ -52,76 +54,76 @@ def key(row: ClosedLoopRow) -> tuple[object, ...]:
     )
 
 
-def told(label: str, found: Found, test: np.ndarray, best: tuple[float, ...]) -> None:
-    """Print the errors without and with the host; `found` gives those of all rows."""
-    for rows, some in (("fitted to", ~test), ("held out", test)):
-        for name, constants in (("alone", (0, 0)), ("with the host", best)):
-            error = found(constants)[some]
-            size = np.abs(error)
-            print(f"#   {label}, {rows}, {name}: {len(size)} rows, mean {size.mean():.1%}, median "
-                  f"{np.median(size):.1%}, bias {np.median(error):+.1%}")  # fmt: skip
+def steps(engine: ServingEngine) -> None:
+    """The host of a step, of dense models."""
+    loops = closed_loops(engine, {"tpot_ms"})
+    loops = [row for row in loops if not resolve(str(row.settings["model"])).num_experts]
+    errors: Errors = {}
+    for per_step, per_request in itertools.product(*STEP_GRID):
+        set_host(engine, per_step=per_step / 1e6, per_request_step=per_request / 1e6)
+        errors[per_step, per_request] = predicted(loops) / measured(loops) - 1
+    report(f"{engine}, us of a step, and of a request in it", loops, errors)
 
 
-def steps() -> None:
-    """The host of a step, by engine."""
-    loops = [of for of in servers.closed_loops() if of.quantity == "tpot_ms" and not of.reason]
-    loops = [of for of in loops if not resolve(str(of.settings["model"])).num_experts]
-    for engine, (every, test) in _by_engine(loops, STEP_GRID, _of_steps).items():
-        best = min(every, key=lambda c: float(np.abs(np.log1p(every[c][~test])).sum()))
-        print(f"{engine}: {best} us of a step, and of a request in it")
-        told("steps of dense models", every.__getitem__, test, best)
-
-
-def queue() -> None:
-    """The host of a request until the queue, by engine; of vLLM see `serving.host`."""
-    rows = [of for of in servers.closed_loops() if "ttft" in of.quantity and not of.reason]
-    rows = [of for of in rows if of.engine != "vllm"]
+def queue(engine: ServingEngine) -> None:
+    """The host of a request until the queue: it delays first tokens, and little else."""
     # Servers that stream to more users wait for their own process that sends tokens.
-    rows = [of for of in rows if (of.users) <= MOST_USERS]
-    loops = {of.experiment: of for of in reversed(rows)}.values()
-    for engine, (every, test) in _by_engine(loops, QUEUE_GRID, _of_requests).items():
-        best = min(every, key=lambda c: float(np.abs(np.log1p(every[c][~test])).sum()))
-        print(f"{engine}: {best} ms of a request and of 1,024 tokens")
-        told("first tokens", every.__getitem__, test, best)
+    loops = closed_loops(engine, {"ttft_ms", "ttft_p50_ms"})
+    loops = [row for row in loops if row.users <= MOST_USERS]
+    set_host(engine, per_request=0.0, per_prompt_token=0.0)
+    waited = predicted(loops)
+    prompt = np.array([row.isl * (1 + row.shortest) / 2 / 1024 for row in loops])
+    errors: Errors = {
+        (request, tokens): (waited + request + tokens * prompt) / measured(loops) - 1
+        for request, tokens in itertools.product(*QUEUE_GRID)
+    }
+    report(f"{engine}, ms of a request, and of 1,024 tokens of its prompt", loops, errors)
 
 
-def _of_steps(constants: tuple[int, ...]) -> dict[str, float]:
-    return {"per_step": constants[0] / 1e6, "per_request_step": constants[1] / 1e6}
+def closed_loops(engine: ServingEngine, quantities: set[str]) -> list[ClosedLoopRow]:
+    """Rows of an engine that can be simulated and were not overloaded."""
+    rows = (row for row in servers.closed_loops() if row.quantity in quantities)
+    return [row for row in rows if row.engine == engine and not row.reason and _fits(row)]
 
 
-def _of_requests(constants: tuple[int, ...]) -> dict[str, float]:
-    return {"per_request": constants[0] / 1e3, "per_prompt_token": constants[1] / 1.024e6}
-
-
-def _by_engine(
-    loops: Iterable[ClosedLoopRow],
-    grid: tuple[range, range],
-    fields: Callable[[tuple[int, ...]], dict[str, float]],
-) -> dict[str, tuple[dict[tuple[float, ...], np.ndarray], np.ndarray]]:
-    """Errors by constants, and which rows are held out, of each engine."""
-    carried = dict(hosts.HOSTS)
-    result: dict[str, tuple[dict[tuple[float, ...], np.ndarray], np.ndarray]] = {}
-    for engine in sys.argv[2:] or hosts.HOSTS:
-        mine = [of for of in loops if of.engine == engine and _fits(of)]
-        every: dict[tuple[float, ...], np.ndarray] = {}
-        for constants in itertools.product(*grid) if mine else ():
-            hosts.HOSTS = {**carried, engine: replace(carried[engine], **fields(constants))}
-            deployment.HOSTS = hosts.HOSTS
-            every[constants] = np.array(
-                [of.predict(of.simulate()) / of.measured - 1 for of in mine]
-            )
-        if mine:
-            result[engine] = every, np.array([held_out(*key(of)) for of in mine])
-    return result
-
-
-def _fits(of: ClosedLoopRow) -> bool:
+def _fits(row: ClosedLoopRow) -> bool:
     try:
-        of.simulate()
+        row.simulate()
     except UserError:
         return False
     return True
 
 
+def set_host(engine: ServingEngine, **constants: float) -> None:
+    """Change constants of an engine's host."""
+    deployment.HOSTS = {**HOSTS, engine: replace(HOSTS[engine], **constants)}
+
+
+def predicted(loops: Sequence[ClosedLoopRow]) -> np.ndarray:
+    """Figures of rows with the host that is set."""
+    outcomes = {row.experiment: row for row in loops}
+    figures = {experiment: row.simulate() for experiment, row in outcomes.items()}
+    return np.array([row.predict(figures[row.experiment]) for row in loops])
+
+
+def measured(loops: Sequence[ClosedLoopRow]) -> np.ndarray:
+    """Measured figures of rows."""
+    return np.array([row.measured for row in loops])
+
+
+def report(label: str, loops: Sequence[ClosedLoopRow], errors: Errors) -> None:
+    """Print the constants with the least errors of the rows to fit, and their errors."""
+    test = np.array([held_out(*key(row)) for row in loops])
+    best = min(errors, key=lambda c: float(np.abs(np.log1p(errors[c][~test])).sum()))
+    print(f"{label}: {best}")
+    for rows, some in (("fitted to", ~test), ("held out", test)):
+        for name, constants in (("alone", (0, 0)), ("with the host", best)):
+            error = errors[constants][some]
+            size = np.abs(error)
+            print(f"#   {rows}, {name}: {len(size)} rows, mean {size.mean():.1%}, median "
+                  f"{np.median(size):.1%}, bias {np.median(error):+.1%}")  # fmt: skip
+
+
 if __name__ == "__main__":
-    {"steps": steps, "queue": queue}[sys.argv[1]]()
+    for name in cast("list[ServingEngine]", sys.argv[2:]) or HOSTS:
+        {"steps": steps, "queue": queue}[sys.argv[1]](name)

@@ -388,6 +388,7 @@ def _group(
     engine_instance = _instance(
         hardware, engine, tuple(sorted(settings.items())), checkpoint,
         max(limits.tokens, least_tokens), limits.requests, engines.gpu_memory_utilization,
+        engines.free_gpu_memory_fraction,
     )  # fmt: skip
     return InstanceGroup(engine_instance, engines)
 
@@ -401,6 +402,7 @@ def _instance(
     tokens: int,
     requests: int,
     gpu_memory_utilization: float,
+    free_gpu_memory_fraction: float | None,
 ) -> Instance:
     """The instance of a server, whose table of step times is kept."""
     run, model = model_of_row(dict(settings), checkpoint)
@@ -409,6 +411,7 @@ def _instance(
         run, model, Machine.of(hardware_of(hardware), gpus=run.world_size),
         Execution(serving_engine=engine), max_tokens=tokens, max_requests=requests,
         gpu_memory_utilization=gpu_memory_utilization,
+        free_gpu_memory_fraction=free_gpu_memory_fraction,
     )  # fmt: skip
 
 

@@ -367,7 +367,9 @@ class _TinyRuns:
             if program is None:
                 return {}
             machine = self.candidates.machine(tiny.candidate, gpus=program.run.world_size)
-            hosts = host_work(program.program, program.run, tiny.execution, machine.hardware)
+            hosts = host_work(
+                program.program, program.run, program.model, tiny.execution, machine.hardware
+            )
             execution = tiny.execution
             if launch_mode(program.run, execution, machine.hardware) != "blocking":
                 execution = replace(execution, launch_mode="ahead", cuda_graph_modules=frozenset())

@@ -71,13 +71,14 @@ HOSTS: Mapping[ServingEngine, HostTimes] = {
         max_requests=128,
         exposed_per_step=126e-6,
         exposed_per_request=4e-6,
-        per_request=6.5e-3,
+        per_request=2e-3,
+        per_prompt_token=7.8e-6,
     ),
     "trtllm": HostTimes(
         per_step=0.8e-3,
         per_request_step=3e-5,
         max_requests=128,
-        per_request=15e-3,
+        per_request=22e-3,
         per_prompt_token=2.9e-6,
     ),
     "sglang": HostTimes(

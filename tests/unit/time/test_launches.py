@@ -29,7 +29,7 @@ H100 = resolve("h100-sxm")
 def launched(how: Execution | None = None, **settings: Any) -> tuple[Tasks, HostWork]:
     """The rows of the actions of the first rank class, and what its host does."""
     compiled = sw.compile(**settings)
-    work = host_work(compiled.program, compiled.run, how or Execution(), H100)
+    work = host_work(compiled.program, compiled.run, compiled.model, how or Execution(), H100)
     assert work is not None
     return compiled.program.classes[0].work.actions.tasks, work[0]
 
@@ -163,7 +163,9 @@ def test_blocking_launches_stand_between_all_kernels() -> None:
     compiled = sw.compile("gpt2", layers=1, seq_length=256)
     blocking = sw.simulate(compiled, "h100-sxm", launch_mode="blocking")
     ahead = sw.simulate(compiled, "h100-sxm", launch_mode="ahead")
-    work = host_work(compiled.program, compiled.run, Execution(launch_mode="blocking"), H100)
+    work = host_work(
+        compiled.program, compiled.run, compiled.model, Execution(launch_mode="blocking"), H100
+    )
     assert work is not None
     (launches,) = by_row(compiled.program, [work[0].seconds])
     assert blocking.seconds == pytest.approx(ahead.seconds + launches.sum(), rel=1e-3)
@@ -172,8 +174,8 @@ def test_blocking_launches_stand_between_all_kernels() -> None:
 def test_a_slower_cpu_launches_more_slowly() -> None:
     compiled = sw.compile(**SMALL)
     grace = H100.model_copy(update={"host_factor": 1.5})
-    ours = host_work(compiled.program, compiled.run, Execution(), H100)
-    theirs = host_work(compiled.program, compiled.run, Execution(), grace)
+    ours = host_work(compiled.program, compiled.run, compiled.model, Execution(), H100)
+    theirs = host_work(compiled.program, compiled.run, compiled.model, Execution(), grace)
     assert ours is not None
     assert theirs is not None
     assert np.allclose(theirs[0].seconds, 1.5 * ours[0].seconds)
@@ -225,7 +227,9 @@ def test_messages_are_not_checked_though_there_are_more_peers_than_groups() -> N
     compiled = sw.compile(**settings)
     assert len(compiled.program.communicators) + 1 < len(compiled.program.peers)
     works = [
-        host_work(compiled.program, compiled.run, Execution(collective_checks=on), H100)
+        host_work(
+            compiled.program, compiled.run, compiled.model, Execution(collective_checks=on), H100
+        )
         for on in (False, True)
     ]
     for free, checked in zip(*(work or [] for work in works), strict=True):
@@ -268,3 +272,36 @@ def test_operators_that_no_framework_fuses_have_a_cost_of_their_own() -> None:
     tasks, work = launched(**SMALL, joint_projections=False, fuse=False)
     forward = (tasks.phase == PHASES.index("forward")) & (tasks.kind == TaskKind.COMPUTE)
     assert work.seconds[forward].min() == pytest.approx(LAUNCH_COSTS["operators"].call * 1e-6)
+
+
+def test_an_operator_of_tensorrt_llm_is_one_call() -> None:
+    """Per layer: four products, attention, glu and two all-reduces with the norms after them."""
+    prompts = {
+        "mode": "prefill",
+        "prompt_length": 64,
+        "batch_size": 1,
+        "tp": 2,
+        "precision": "bf16",
+    }
+    trtllm, sglang = (Execution(serving_engine=engine) for engine in ("trtllm", "sglang"))
+    calls = [
+        [np.count_nonzero(launched(how, model="llama3-8b", layers=n, **prompts)[1].seconds)
+         for n in (2, 3)]
+        for how in (trtllm, sglang)
+    ]  # fmt: skip
+    assert [more - few for few, more in calls] == [8, 14]
+
+
+def test_experts_of_tensorrt_llm_are_one_call_but_those_of_triton() -> None:
+    """`triton_kernels` of mxfp4 on GPUs without products in four bits are called from Python."""
+    prompts = {"mode": "prefill", "prompt_length": 64, "batch_size": 1}
+    how = Execution(serving_engine="trtllm")
+    compiled = sw.compile(model="gpt-oss-20b", layers=2, **prompts)
+    hopper, blackwell = (
+        host_work(compiled.program, compiled.run, compiled.model, how, resolve(name))
+        for name in ("h200", "b200")
+    )
+    assert hopper is not None
+    assert blackwell is not None
+    more = np.count_nonzero(hopper[0].seconds) - np.count_nonzero(blackwell[0].seconds)
+    assert more == 2 * 6  # all but one of two copies, two products and three kernels between them

@@ -357,7 +357,9 @@ class StepRows:
     def launches(self, run: Run) -> list[Float]:
         """Seconds of the host to launch each row in steps like `run`, by rank: [rows, batches]."""
         few, many = (
-            host_work(self.program, run, self.execution, self.machine.hardware, tokens)
+            host_work(
+                self.program, run, self.step.model, self.execution, self.machine.hardware, tokens
+            )
             for tokens in (1, MAX_GRAPH_TOKENS + 1)
         )
         if few is None or many is None:

@@ -15,6 +15,7 @@ kernels of a task follows from the task:
 - `torch.compile` fuses element-wise operators that follow each other in a graph, and enters a
   compiled graph for each pass through a block;
 - tasks of the optimizer are launched in a loop over all tensors (multi-tensor apply);
+- an operator of TensorRT-LLM is one call, with all its kernels (`_within_operators`);
 - a captured CUDA graph is one launch.
 
 With `Execution.collective_checks` the hosts of a group synchronize before each of its collectives,
@@ -45,6 +46,8 @@ from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Float, Int
 from stagewright.graph.table import OPS, Timing
+from stagewright.lower.weight_storage import expert_weights
+from stagewright.model.config import ModelConfig
 from stagewright.program.columns import (
     COLLECTIVES,
     FORWARD_PHASE,
@@ -219,6 +222,7 @@ def _computes_prompts(run: Run) -> bool:
 def host_work(
     program: Program,
     run: Run,
+    model: ModelConfig,
     execution: Execution,
     hardware: Hardware,
     tokens: int | None = None,
@@ -244,7 +248,7 @@ def host_work(
         class_mode = prefill_mode if rank_class.ranks[0] < num_prefill_ranks else mode
         key = id(tasks), class_mode
         if key not in cache:
-            launches = _launches(program, tasks, class_mode, run, execution, hardware)
+            launches = _launches(program, tasks, class_mode, run, model, execution, hardware)
             if checks is not None:
                 seconds = launches.seconds + _by_communicator(tasks, checks)
                 launches = launches._replace(seconds=seconds)
@@ -304,7 +308,13 @@ def _checks(program: Program, hardware: Hardware) -> Float:
 
 
 def _launches(
-    program: Program, tasks: Tasks, mode: str, run: Run, execution: Execution, hardware: Hardware
+    program: Program,
+    tasks: Tasks,
+    mode: str,
+    run: Run,
+    model: ModelConfig,
+    execution: Execution,
+    hardware: Hardware,
 ) -> HostWork:
     """Launches of tasks without checks and copies of shards."""
     waits = _waits(program, tasks, run)
@@ -323,6 +333,10 @@ def _launches(
         further[products & (_modules(tasks) == "moe")] = min(cost.kernel, PRODUCT_LAUNCH)
     if mode in ("compile", "piecewise"):
         kernels[_follows_fusable(tasks, run)] = 0
+    elif run.mode != "train" and execution.serving_engine == "trtllm":
+        triton = expert_weights(run, model) == "mxfp4" and hardware.peak_fp4_tflops is None
+        kernels = np.minimum(kernels, 1)
+        kernels[_within_operators(tasks, experts=not triton)] = 0
     micros = np.where(kernels > 0, cost.call, 0.0) + np.maximum(kernels - 1, 0) * further
     in_loop = (tasks.kind == TaskKind.COMPUTE) & (tasks.phase == OPTIMIZER_PHASE)
     micros[in_loop] = min(cost.call, TENSOR_LAUNCH)
@@ -395,6 +409,27 @@ def _follows_fusable(tasks: Tasks, run: Run) -> Bool:
     graph = _passes(tasks) if run.mode == "train" else _numbered_runs(*columns)
     follows = fusable[1:] & fusable[:-1] & (np.diff(graph) == 0)
     return np.append(False, follows)
+
+
+def _within_operators(tasks: Tasks, *, experts: bool) -> Bool:
+    """Mask of rows that an operator of TensorRT-LLM computes with another row.
+
+    Attention also rotates, writes its cache and quantizes its result; an all-reduce adds and
+    normalizes; `experts`: one operator computes them, with the copies of tokens.
+    """
+    within = np.zeros(len(tasks), dtype=bool)
+    attention = _computes(tasks, {"rope", "cache", "cached_attention"})
+    attention[1:] |= attention[:-1] & _computes(tasks, {"cast"})[1:]
+    routed = (_modules(tasks) == "moe") & experts
+    for operator in (attention, routed):
+        rows = np.flatnonzero(operator)
+        _, first = np.unique(_passes(tasks)[rows], return_index=True)
+        within[np.delete(rows, first)] = True
+    reduces = tasks.collective == COLLECTIVES.index("all_reduce")
+    adds, norms = _computes(tasks, {"add"}), _computes(tasks, {"norm"})
+    within[1:] |= adds[1:] & reduces[:-1]
+    within[1:] |= norms[1:] & adds[:-1]
+    return within
 
 
 def _passes(tasks: Tasks) -> Int:

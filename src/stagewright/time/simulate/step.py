@@ -456,7 +456,7 @@ def timeline_of_step(
                 engine_seconds(c.work.actions.tasks, isolated, run, model, engine, machine.hardware)
                 for c, isolated in zip(program.classes, seconds, strict=True)
             ]
-        hosts = host_work(program, run, execution, machine.hardware)
+        hosts = host_work(program, run, model, execution, machine.hardware)
         return timeline_of(program, seconds, execution, slowdowns, progress, hosts)
 
     if not in_flight(run) or execution.pipeline_drain:
