@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -32,14 +32,11 @@ from stagewright.serving.host import HOSTS
 
 STEP_GRID = (range(0, 2001, 400), range(0, 61, 10))
 """Microseconds of a step, and of a request in it."""
-QUEUE_GRID = (range(0, 51), range(0, 13))
+QUEUE_GRID = (range(0, 31, 5), range(0, 13, 3))
 """Milliseconds of a request until it is in the queue, and of 1,024 tokens of its prompt."""
 
 MOST_USERS = 128
 """Users of closed loops to whose first tokens hosts are fitted."""
-
-Errors = dict[tuple[float, ...], np.ndarray]
-"""Errors of rows by constants."""
 
 
 def key(row: ClosedLoopRow) -> tuple[object, ...]:
@@ -58,26 +55,17 @@ def steps(engine: ServingEngine) -> None:
     """The host of a step, of dense models."""
     loops = closed_loops(engine, {"tpot_ms"})
     loops = [row for row in loops if not resolve(str(row.settings["model"])).num_experts]
-    errors: Errors = {}
-    for per_step, per_request in itertools.product(*STEP_GRID):
-        set_host(engine, per_step=per_step / 1e6, per_request_step=per_request / 1e6)
-        errors[per_step, per_request] = predicted(loops) / measured(loops) - 1
-    report(f"{engine}, us of a step, and of a request in it", loops, errors)
+    names = {"per_step": 1e-6, "per_request_step": 1e-6}
+    fit(f"{engine}, us of a step, and of a request in it", engine, loops, STEP_GRID, names)
 
 
 def queue(engine: ServingEngine) -> None:
-    """The host of a request until the queue: it delays first tokens, and little else."""
+    """The host of a request until the queue."""
     # Servers that stream to more users wait for their own process that sends tokens.
     loops = closed_loops(engine, {"ttft_ms", "ttft_p50_ms"})
     loops = [row for row in loops if row.users <= MOST_USERS]
-    set_host(engine, per_request=0.0, per_prompt_token=0.0)
-    waited = predicted(loops)
-    prompt = np.array([row.isl * (1 + row.shortest) / 2 / 1024 for row in loops])
-    errors: Errors = {
-        (request, tokens): (waited + request + tokens * prompt) / measured(loops) - 1
-        for request, tokens in itertools.product(*QUEUE_GRID)
-    }
-    report(f"{engine}, ms of a request, and of 1,024 tokens of its prompt", loops, errors)
+    names = {"per_request": 1e-3, "per_prompt_token": 1e-3 / 1024}
+    fit(f"{engine}, ms of a request, and of 1,024 tokens", engine, loops, QUEUE_GRID, names)
 
 
 def closed_loops(engine: ServingEngine, quantities: set[str]) -> list[ClosedLoopRow]:
@@ -94,11 +82,6 @@ def _fits(row: ClosedLoopRow) -> bool:
     return True
 
 
-def set_host(engine: ServingEngine, **constants: float) -> None:
-    """Change constants of an engine's host."""
-    deployment.HOSTS = {**HOSTS, engine: replace(HOSTS[engine], **constants)}
-
-
 def predicted(loops: Sequence[ClosedLoopRow]) -> np.ndarray:
     """Figures of rows with the host that is set."""
     outcomes = {row.experiment: row for row in loops}
@@ -106,13 +89,20 @@ def predicted(loops: Sequence[ClosedLoopRow]) -> np.ndarray:
     return np.array([row.predict(figures[row.experiment]) for row in loops])
 
 
-def measured(loops: Sequence[ClosedLoopRow]) -> np.ndarray:
-    """Measured figures of rows."""
-    return np.array([row.measured for row in loops])
-
-
-def report(label: str, loops: Sequence[ClosedLoopRow], errors: Errors) -> None:
-    """Print the constants with the least errors of the rows to fit, and their errors."""
+def fit(
+    label: str,
+    engine: ServingEngine,
+    loops: Sequence[ClosedLoopRow],
+    grid: tuple[range, range],
+    units: Mapping[str, float],
+) -> None:
+    """Print the constants of a grid with the least errors of the rows to fit, and their errors."""
+    measured = np.array([row.measured for row in loops])
+    errors: dict[tuple[int, ...], np.ndarray] = {}
+    for constants in itertools.product(*grid):
+        fields = dict(zip(units, np.multiply(constants, [*units.values()]).tolist(), strict=True))
+        deployment.HOSTS = {**HOSTS, engine: replace(HOSTS[engine], **fields)}
+        errors[constants] = predicted(loops) / measured - 1
     test = np.array([held_out(*key(row)) for row in loops])
     best = min(errors, key=lambda c: float(np.abs(np.log1p(errors[c][~test])).sum()))
     print(f"{label}: {best}")

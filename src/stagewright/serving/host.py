@@ -71,14 +71,13 @@ HOSTS: Mapping[ServingEngine, HostTimes] = {
         max_requests=128,
         exposed_per_step=126e-6,
         exposed_per_request=4e-6,
-        per_request=2e-3,
-        per_prompt_token=7.8e-6,
+        per_request=6.5e-3,
     ),
     "trtllm": HostTimes(
         per_step=0.8e-3,
         per_request_step=3e-5,
         max_requests=128,
-        per_request=22e-3,
+        per_request=15e-3,
         per_prompt_token=2.9e-6,
     ),
     "sglang": HostTimes(
@@ -105,5 +104,6 @@ schedules ahead (github.com/inference-sim/inference-sim, docs/guide/latency-mode
 to 790 tokens) minus the steps that a request waits for.
 
 `per_request` and `per_prompt_token` of TensorRT-LLM and SGLang: fitted to TTFT of 70% of the closed
-loops of up to 128 users (`benchmarks/fit_requests.py queue`). The mean error of the other rows
-falls from 28% to 20% (17 rows of TensorRT-LLM) and from 40% to 19% (7 of SGLang)."""
+loops of up to 128 users on H100 and H200 (`benchmarks/fit_requests.py queue`). The mean error of
+the rows held out, on B200 and B300, too, falls from 32% to 17% (30 rows of TensorRT-LLM) and from
+40% to 23% (9 of SGLang)."""

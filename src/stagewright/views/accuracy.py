@@ -171,8 +171,8 @@ def error_of_step(step: SimulatedStep) -> GroupError:
         return nearest(answer, _TRAINED[answer], trained(run, hardware))
     group = inferred(run, model, hardware)
     if run.mode == "decode":
-        return nearest("decode", "time per output token at a steady load", group)
-    return nearest("first-token", "time to the first token with few users", group)
+        return nearest("decode", "time per output token of a server", group)
+    return nearest("first-token", "time to the first token of a server with few users", group)
 
 
 def decoding(groups: Sequence[InstanceGroup]) -> InstanceGroup:
