@@ -415,9 +415,9 @@ def _within_operators(tasks: Tasks, *, experts: bool) -> Bool:
     """Mask of rows that an operator of TensorRT-LLM computes with another row.
 
     Attention also rotates, writes its cache and quantizes its result; an all-reduce adds and
-    normalizes; `experts`: one operator computes them, with the copies of tokens. The operators are
-    in NVIDIA/TensorRT-LLM `tensorrt_llm/_torch`: `trtllm.attention` (`RopeParams`),
-    `AllReduceFusionOp.RESIDUAL_RMS_NORM`, and `trtllm.fused_moe`; MoE backend TRITON has none.
+    normalizes; `experts`: one operator computes them, with the copies of tokens. They are operators
+    of NVIDIA/TensorRT-LLM `tensorrt_llm/_torch`: attention with `RopeParams`, all-reduces with
+    `AllReduceFusionOp.RESIDUAL_RMS_NORM`, a fused mixture of experts, which Triton's backend lacks.
     Nothing was fitted.
     """
     within = np.zeros(len(tasks), dtype=bool)
