@@ -171,20 +171,9 @@ def test_copies_that_do_not_divide(run: Any) -> None:
 # ---- capacity ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("load", "factor", "padded", "rows"),
-    [  # 8 copies from each rank to each expert are an even share
-        (None, 0.5, False, [16, 16]),
-        (None, 1.5, False, [32, 32]),  # nothing to drop
-        (None, 1.5, True, [48, 48]),
-        (None, 1.1, True, [36, 36]),  # 8.8, rounded up
-        ([3, 1, 4, 0], 1.0, False, [2 * (8 + 4), 2 * (8 + 0)]),  # of 12, 4, 16, 0
-        ([3, 1, 4, 0], 1.75, False, [2 * (12 + 4), 2 * (14 + 0)]),
-        ([3, 1, 4, 0], 1.0, True, [32, 32]),
-    ],
-)
+@cases
 def test_capacity(
-    run: Any, load: list[int] | None, factor: float, padded: bool, rows: list[int]
+    run: Any, load: tuple[int, ...] | None, factor: float, padded: bool, rows: tuple[int, ...]
 ) -> None:
     settings = {"moe_expert_capacity_factor": factor, "moe_pad_expert_input_to_capacity": padded}
     compiled = run(load, dp=2, ep=2, fuse=False, **settings)
