@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers import cases
+from helpers import cases, evaluated
 from stagewright.lower.compile import compile
 from stagewright.program.columns import PHASES, TaskKind, Tasks
 from stagewright.run.settings import Run
@@ -157,16 +157,7 @@ def test_buckets_carry_the_same_bytes(model: dict[str, Any], split: dict[str, An
             assert counts[0][key] == 1, key
 
 
-@pytest.mark.parametrize(
-    ("zero", "scatter", "gather"),
-    [
-        # (operation, bytes per parameter, times): fp32 gradients, bf16 weights, 3 microbatches
-        (0, ("all_reduce", 4, 1), None),
-        (1, ("reduce_scatter", 4, 1), ("all_gather", 2, 1)),
-        (2, ("reduce_scatter", 4, 3), ("all_gather", 2, 1)),
-        (3, ("reduce_scatter", 4, 3), ("all_gather", 2, 3 * 2)),
-    ],
-)
+@cases
 def test_data_parallel_volume(
     zero: int, scatter: tuple[str, int, int], gather: tuple[str, int, int] | None
 ) -> None:
@@ -233,19 +224,11 @@ def test_context_parallel_collectives(
     assert sends.any() == (kind == "p2p")
 
 
-@pytest.mark.parametrize(
-    ("kind", "elements"),
-    [
-        # Of a rank, forward: K and V to the next rank, cp - 1 times
-        ("p2p", 3 * 2 * 24 * 1024),
-        ("all_gather", 2 * 24 * 1024),  # shards of K and V
-        ("a2a", 24 * (4096 + 1024 + 1024 + 4096)),  # Ulysses: all of Q, K, V and the context
-    ],
-)
-def test_context_parallel_volume(kind: str, elements: int) -> None:
+@cases
+def test_context_parallel_volume(kind: str, elements: str) -> None:
     t = tasks(**LLAMA, cp=4, cp_comm_type=kind)
     mine = (t.layer == 0) & (t.phase == 0) & (t.kind != TaskKind.RECV)
-    assert t.comm_bytes[mine].sum() == 2 * elements
+    assert t.comm_bytes[mine].sum() == 2 * evaluated(elements)
 
 
 # ---- collectives of tensor parallelism -----------------------------------------------------------

@@ -181,29 +181,21 @@ class TestModelConfig:
         with pytest.raises(UserError, match="num_layers is 0, wanted a whole number from 1"):
             c.with_overrides(num_layers=0)
 
-    @pytest.mark.parametrize(
-        ("preset", "field", "value", "wanted"),
-        [
-            *(
-                (row["preset"], row["field"], literal_eval(row["value"]), row["wanted"])
-                for row in rows_of(TABLES / "impossible.csv")
-            ),
-            ("llama3-8b", "rotary_fraction", math.nan, "above 0 and at most 1"),
-            ("llama3-8b", "attention_softcap", 10**400, "None or a number above 0"),
-            ("mamba-2.8b", "state_space", StateSpace(heads=8, state=4), "dt_rank is 0, wanted"),
-            *(
-                ("mamba2-2.7b", "state_space", StateSpace(heads=8, state=4, **size), wanted)
-                for size, wanted in (
-                    ({"groups": 3}, "a divisor of heads"),
-                    ({"conv": -1}, "from 0 to 64"),
-                    ({"chunk": 0}, "from 1 to"),
-                )
-            ),
-        ],
-    )
-    def test_refuses(self, preset: str, field: str, value: object, wanted: str) -> None:
+    @pytest.mark.parametrize("row", rows_of(TABLES / "impossible.csv"), ids=str)
+    def test_refuses(self, row: dict[str, str]) -> None:
+        self.refuses(row["preset"], {row["field"]: literal_eval(row["value"])}, row["wanted"])
+
+    @cases
+    def test_refuses_state_spaces(self, preset: str, sizes: dict[str, int], wanted: str) -> None:
+        self.refuses(preset, {"state_space": StateSpace(**sizes)}, wanted)
+
+    def test_refuses_what_is_no_number(self) -> None:
+        self.refuses("llama3-8b", {"rotary_fraction": math.nan}, "above 0 and at most 1")
+        self.refuses("llama3-8b", {"attention_softcap": 10**400}, "None or a number above 0")
+
+    def refuses(self, preset: str, change: dict[str, Any], wanted: str) -> None:
         with pytest.raises(UserError) as info:
-            dataclasses.replace(PRESETS[preset], **{field: value})
+            dataclasses.replace(PRESETS[preset], **change)
         text = str(info.value)
         assert wanted in text
         assert "\n" not in text

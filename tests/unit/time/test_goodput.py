@@ -6,6 +6,7 @@ import csv
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,22 +69,13 @@ def _simulated_share(period: float, failures: Failures, saving: Saving, periods:
     return kept * (period - saving.stall) / clock
 
 
-@pytest.mark.parametrize(
-    ("mean", "detect", "restart", "saving", "period", "off"),
-    [
-        (11_131, 60, 200, Saving(57, 57), 1144, 0.01),
-        (3_600, 60, 600, Saving(300, 300), 1500, 0.01),
-        (1_080, 30, 600, Saving(60, 60), 400, 0.02),  # M is near T, R and D
-        (11_131, 60, 200, Saving(4, 300, asynchronous=True), 600, 0.01),
-        (40_000, 600, 900, Saving(10, 900, asynchronous=True), 1800, 0.01),
-    ],
-)
+@cases
 def test_the_closed_form_is_that_of_a_job_simulated_failure_by_failure(
-    mean: float, detect: float, restart: float, saving: Saving, period: float, off: float
+    failures: tuple[float, ...], saving: dict[str, Any], period: float, within: float
 ) -> None:
-    failures = Failures(mean, detect, restart)
-    simulated = _simulated_share(period, failures, saving, 60_000)
-    assert useful_share(period, failures, saving) == pytest.approx(simulated, rel=off)
+    fleet, saves = Failures(*failures), Saving(**saving)
+    simulated = _simulated_share(period, fleet, saves, 60_000)
+    assert useful_share(period, fleet, saves) == pytest.approx(simulated, rel=within)
 
 
 def test_no_period_is_better_than_the_best() -> None:
