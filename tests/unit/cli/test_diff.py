@@ -65,17 +65,6 @@ def test_figures_are_those_of_simulate(scripts: Path, call: Command):
     assert found["slowdown"] == pytest.approx(new.seconds / old.seconds - 1)  # of equal batches
 
 
-def test_bytes_of_an_axis(scripts: Path, call: Command):
-    """Two all-reduces of the residual stream forward, two backward, and those of the two ends."""
-    found = sw.diff("old.sh?TP=2", "old.sh?TP=4", "h100-sxm")
-    by_axis = {row["axis"]: row for row in found.table("communication").rows}
-    step = sw.simulate("old.sh?TP=2", "h100-sxm")
-    (of_class,) = step.compiled.to_dict()["rank_classes"]
-    wanted = sum(row["bytes"] for row in of_class["collectives"] if row["axis"] == "tp")
-    assert by_axis["tp"]["bytes old"] == wanted
-    assert by_axis["tp"]["busy old"] == step.mean.communication["tp"]
-
-
 def test_nothing_changes(scripts: Path, call: Command):
     Path("old.sh").write_text(SCRIPT.replace("#!/bin/bash", "#!/bin/bash\n# a comment"))
     code, out, _ = call("old.sh", edited("old.sh", "--lr 3e-4", "--lr 1e-4"))
@@ -166,10 +155,10 @@ def test_run_files(scripts: Path):
 
 
 @cases
-def test_values_of_all_types_are_json(call: Command, old: str, new: str, value: list[object]):
+def test_values_of_all_types_are_json(call: Command, old: str, new: str, value: object):
     _, out, _ = call(old, new, "--layers", "4", "--seq-length", "64", "--json")
     (row,) = json.loads(out)["settings"]
-    assert [row["old"], row["new"]] == value
+    assert [row["old"], row["new"]] == json.loads(json.dumps(value))
 
 
 def test_parts_of_other_models_are_json(call: Command):

@@ -290,14 +290,6 @@ def test_notes_in_training(tmp_path: Path) -> None:
     assert not weight_storage.notes(sw.Run(model="deepseek-v3"), resolve("deepseek-v3"))
 
 
-def test_a_summary_says_how_weights_are_stored() -> None:
-    summary = sw.compile(sw.Run(model="gpt-oss-20b", layers=2, **STEP)).to_dict()
-    assert summary["weights"] == {"quant_method": "mxfp4", "formats": ["mxfp4"]}
-    for settings in ({"weight_precision": "bf16"}, {"precision": "fp32"}):
-        plain = sw.compile(sw.Run(model="gpt-oss-20b", layers=2, **STEP, **settings)).to_dict()
-        assert "weights" not in plain
-
-
 def test_a_manifest_keeps_the_storage() -> None:
     for name in ("gpt-oss-20b", "deepseek-v3"):
         fields = json.loads(json.dumps(model_json.to_json(PRESETS[name])))

@@ -100,20 +100,6 @@ def test_nodes_of_a_rank(made: Path):
         source.nodes(16)
 
 
-@pytest.mark.numerics
-def test_size_follows_classes(tmp_path: Path):
-    """16,384 times the ranks, and next to no more bytes."""
-    for dp in (4, 65536):
-        sw.generate(compiled(tp=4, dp=dp, pp=4), f"{tmp_path}/{dp}", format="bundle")
-    small, huge = ((tmp_path / f"{dp}").stat().st_size for dp in (4, 65536))
-    assert huge < small + 5_000
-    source = sw.Bundle(tmp_path / "65536")
-    assert source.world_size == 1 << 20
-    assert verify(source.path).ok
-    told = expand(source, tmp_path / "out", ranks=[0, 131071, (1 << 20) - 1])
-    assert len(told["files"]) == 4  # pyright: ignore
-
-
 def test_other_tools_open_it(made: Path):
     with zipfile.ZipFile(made) as archive:
         assert archive.testzip() is None
