@@ -28,7 +28,7 @@ from stagewright.evidence.memory import BETWEEN_STEPS
 from stagewright.evidence.rows import Prediction, Row
 from stagewright.evidence.servers import ClosedLoopRow, StageRow, model_of_row
 from stagewright.evidence.statistics import GROUPS, SWEEP, errors_by_group
-from stagewright.evidence.training import Measurement, not_compared, sources
+from stagewright.evidence.training import BEYOND, Measurement, not_compared, sources
 from stagewright.model.catalog import resolve as model_of
 from stagewright.model.presets import family
 from stagewright.serving.schedulers.named import ENGINES
@@ -549,6 +549,16 @@ def far_sources() -> list[str]:
     return markdown(f"Source | {FIGURES}", lines)
 
 
+def beyond() -> list[str]:
+    """Sources with step times that are far off, and the reasons as far as they were checked."""
+    rows = [c for c in table("training") if abs(c.error) > BEYOND]
+    lines = [
+        (source, number, lowest, highest, escaped(sources()[source].beyond))
+        for source, number, *_, lowest, highest in rows_by(rows, lambda c: c.source)
+    ]
+    return markdown("Source | >Rows | >Lowest | >Highest | Reason", lines)
+
+
 def layouts() -> list[str]:
     """Time that a choice by prediction loses, by source."""
     held = dict(regret.by_source(jobs(only_held_out=True)))
@@ -672,6 +682,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "releases": releases,
     "lora": Grouped("Accelerator", ("training",), _hardware, lambda c: kind(c) == "LoRA"),
     "far-sources": far_sources,
+    "beyond": beyond,
     "layouts": layouts,
     "near-published": near_published,
     "served-hardware": Grouped(

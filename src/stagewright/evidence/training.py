@@ -48,6 +48,8 @@ QUANTITIES = {
     "tflops_gpu": "TFLOP/s per GPU of the model: no recompute, half for causal masks",
     "tflops_gpu_full": "TFLOP/s per GPU of the model: no recompute, attention in full",
 }
+BEYOND = 0.25
+"""Error of a row for which its source names the reason."""
 FITTED_TENTHS = 7
 """Tenths of the configurations that constants may be fitted to; errors are reported on the rest."""
 _TEXT = (
@@ -189,6 +191,8 @@ class Source:
     """By column of the rows."""
     notes: tuple[str, ...]
     """Further assumptions, and unknowns."""
+    beyond: str = ""
+    """Checked reason for errors beyond `BEYOND`."""
 
     def complete(self, row: Mapping[str, str]) -> dict[str, str]:
         """The cells of a row with the source's address and assumptions where the row has none."""
@@ -210,7 +214,8 @@ def _source(entry: Mapping[str, Any]) -> Source:
         name: Assumption(str(value).lower() if isinstance(value, bool) else str(value), reason)
         for name, (value, reason) in entry.get("assumed", {}).items()
     }
-    return Source(entry.get("address", ""), assumed, tuple(entry.get("notes", ())))
+    notes = tuple(entry.get("notes", ()))
+    return Source(entry.get("address", ""), assumed, notes, entry.get("beyond", ""))
 
 
 # ---- files ---------------------------------------------------------------------------------------

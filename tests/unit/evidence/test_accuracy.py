@@ -14,12 +14,14 @@ import predictions
 from helpers import cases
 from stagewright.evidence.memory import BETWEEN_STEPS
 from stagewright.evidence.statistics import LOW, grouped
+from stagewright.evidence.training import BEYOND, sources
 from stagewright.views.accuracy import expected
 from stagewright.views.accuracy import table as lines
 
 FIGURE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(%|x)(?!\w)")
 CONSTANTS = {
     "2%",  # `searching.ranking.TIE`
+    "25%",  # `training.BEYOND`
     "5%",  # `accuracy.EQUAL`, and the memory that a search leaves free
     "70%",  # `training.FITTED_TENTHS`
     "30%",
@@ -58,6 +60,15 @@ def test_figures_of_sentences_stand_in_tables(path: Path) -> None:
             above = {math.ceil(value) for value, other in listed if other == unit}
             known = float(number) in near | above or f"{number}{unit}" in CONSTANTS
             assert known, (f"{number}{unit}", paragraph)
+
+
+def test_sources_of_rows_that_are_far_off_name_the_reason() -> None:
+    far = {
+        row.source
+        for row, p in predictions.read("training")
+        if row and abs(p.error_of_time) > BEYOND
+    }
+    assert not [source for source in sorted(far) if not sources()[source].beyond]
 
 
 @pytest.mark.parametrize("name", predictions.TABLES)
