@@ -444,11 +444,12 @@ _SMALL = {
 
 
 def _tiny(name: str, fields: dict[str, Any]) -> ModelConfig:
+    built: dict[str, Any] = {}
     if "state_space" in fields:
-        fields["state_space"] = StateSpace(**fields["state_space"])
+        built["state_space"] = StateSpace(**fields["state_space"])
     if "own_sizes" in fields:
-        fields["own_sizes"] = tuple(OwnSizes(**sizes) for sizes in fields["own_sizes"])
-    return ModelConfig(**{"name": name, **_SMALL, **fields})
+        built["own_sizes"] = tuple(OwnSizes(**sizes) for sizes in fields["own_sizes"])
+    return ModelConfig(**{"name": name, **_SMALL, **fields, **built})
 
 
 TINY = {name: _tiny(name, fields) for name, fields in read_yaml("tiny_models.yaml").items()}
