@@ -140,7 +140,10 @@ class DiffedRun(NamedTuple):
             if self.compiled is None:
                 assert self.serving is not None
                 hardware = hardware_of(_hardware(experiment))
-                return served(experiment, hardware, self.serving, progress=progress)
+                result = served(experiment, hardware, self.serving, progress=progress)
+                if result.outcome.stopped:  # a part of a load compares with nothing
+                    raise KeyboardInterrupt
+                return result
             compiled, execution = with_views(self.compiled), experiment.execution
             return simulate(compiled, experiment.cluster, execution=execution, progress=progress)
         except UserError as error:

@@ -2,5 +2,5 @@
 
 In: tables of measurements with their sources. Out: predictions, errors, and what `doctor` finds.
 `rows` is the protocol of all tables: `training` steps, peaks of `memory`, `kernels` and
-collectives, steps of `inference`, and `servers` under load. `statistics` sums up their errors.
+collectives, and `servers` under load. `statistics` sums up their errors.
 """

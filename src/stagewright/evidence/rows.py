@@ -1,6 +1,6 @@
 """Published figures beside predictions: the protocol of all tables of measurements.
 
-A module with a table (`training`, `kernels`, `inference`, `memory`, `servers`) returns its rows by
+A module with a table (`training`, `kernels`, `memory`, `servers`) returns its rows by
 source. A row is one published number. It names the experiment that predicts it, which several rows
 may share: the figures of one server, or a step that was measured with several releases of a
 framework. `compare` simulates each experiment once and returns the prediction of every row.

@@ -181,7 +181,7 @@ class ClosedLoopRow(Row):
     """Tokens of the shortest request over `isl` and `osl`, which are the longest's; lengths are
     evenly spread. 1: all requests are equally long."""
     max_num_batched_tokens: int
-    """Of a step, unless `servers.yaml` says otherwise."""
+    """Of a step, where `servers.yaml` has no entry for the server."""
     checkpoint: str
     """Of `checkpoints.yaml`: how the weights are stored, where not as the preset's; or empty."""
     settings: Mapping[str, Any]
@@ -203,8 +203,8 @@ class ClosedLoopRow(Row):
     def simulate(self) -> dict[str, float]:
         """Figures of all requests by quantity.
 
-        Where the first step of a server took longer, the first request of each user waited for it:
-        a share of the mean that is 1 over its requests.
+        Where the first step of a server took longer, the first request of each user waited for it,
+        so that the mean rises by that time over the number of a user's requests.
         """
         client = client_of(self)
         # Clients ask for all tokens: `--ignore-eos`, `ignore_eos:true`.

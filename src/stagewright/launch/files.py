@@ -155,7 +155,8 @@ def _claimed(source: LaunchSource) -> tuple[Tool, ShellCommand] | None:
 def settings(name: str | os.PathLike[str]) -> dict[str, Any]:
     """Settings of a launch file, as a run file has them; the model is the file, or is named."""
     reading = read(name)
-    # A file that names a preset is the model too where it bounds memory: `memory_bounds` asks it.
+    # The file stays the model if it bounds memory, even where it names a preset: `memory_bounds`
+    # opens the file by that name.
     is_model = reading.model is not None or ("model" in reading.settings and reading.memory_bounds)
     return reading.settings | ({"model": os.fspath(name)} if is_model else {})
 

@@ -39,8 +39,8 @@ class RootUnit(Habit):
     """FSDP2's `fully_shard`: a unit per layer, and the root unit for all other parameters."""
 
     pipelined: bool
-    """`torch.distributed.pipelining`: all units reduce after the last backward of a stage, and free
-    the weights that backward has gathered only then."""
+    """`torch.distributed.pipelining`: all units reduce after the last backward of a stage, and their
+    weights stay gathered from one action of the stage to the next."""
     gathers_first: bool
     """A rank gathers the weights of all its stages before the first action, as in the loop of
     schedules with several stages (`_PipelineScheduleRuntime`)."""
@@ -72,7 +72,8 @@ class RootUnit(Habit):
     def weight_ends(self, action: ActionRows, root: AbstractSet[int]) -> Mapping[int, int]:
         """Free a unit before its gradients are copied for their reduction (`post_backward`).
 
-        With the last row of a backward, the next unit is copied out.
+        A layer's weights go one row before the end of its backward: the copy-out of the next unit
+        comes with the last row.
         """
         reductions = {t for _, t in _reductions(action.order)}
         ends = {i: action.row_of[i][t] for i, t in action.order if t not in reductions}
@@ -83,7 +84,7 @@ class RootUnit(Habit):
     def arrange(
         self, items: Sequence[Item], root: AbstractSet[int], *, forward: bool
     ) -> Sequence[Row] | None:
-        """Gather the root's blocks first and reduce them last; other blocks are units."""
+        """Make units of blocks: the root's gather first, and reduce last, or first in a pipeline."""
         if self.pipelined:  # in the order of the module's units: the root is the first
             return _with_root_unit(items, root, root_first=True)
         return _with_root_unit(items, _unit(root))
@@ -121,7 +122,7 @@ def _with_root_unit(
     """Make each block a unit that gathers weights and reduces gradients; `root` is one unit.
 
     After its backward, a unit casts its gradients, adds them to those of earlier microbatches and
-    reduces them. The root gathers when its first block does, and reduces after all other units.
+    reduces them. The root gathers before all other units, and reduces after them.
     With `root_first`, all units reduce after the whole backward: the root, then the others from the
     first on.
     """
@@ -268,7 +269,7 @@ def _extend_reduced(values: StageValues, action: ActionRows) -> None:
         padding = max(0, t.comm_bytes - sum(v.size for v in read))
         if padding:
             reduced.append(_buffer(values, action, i, "reduced.padding", padding, rows))
-        if t in summed:  # the unit holds the sum over replicas, of which a cast is the gradient
+        if t in summed:  # the sum over replicas lives as long as the unit: the gradient is a cast of it
             for n in t.made:
                 if (value := values.value(i, n)) is not None:
                     value.touches.append(action.touch_by(len(action.tasks) - 1))
@@ -306,7 +307,7 @@ def _add_gather_buffers(
     gather_rows = set[int]()
     sizes: dict[int, list[int]] = {}  # per block, bytes that each collective gathers
     collective_rows: dict[int, int] = {}  # per block, the last
-    casts: dict[int, int] = {}  # per block, bytes of its shards that are cast for the gather
+    casts: dict[int, int] = {}  # per block, bytes of shards that are cast for its last gather
     for i, row_of in enumerate(action.row_of):
         for t, row in row_of.items():
             if t.section in (BlockSection.FORWARD, BlockSection.BACKWARD):

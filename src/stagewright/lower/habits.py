@@ -175,12 +175,13 @@ class GradientBuckets(Habit):
     @classmethod
     def of(cls, run: Run, order: Order) -> Self | None:
         """Habit of a run with `ddp_bucket_cap_mb` that reduces whole gradients once per step."""
-        if run.zero or reduces_each_microbatch(run) or not run.ddp_bucket_cap_mb:
+        whole = not run.zero and not reduces_each_microbatch(run) and run.bucket != "rank"
+        if not whole or not run.ddp_bucket_cap_mb:
             return None
         return cls(run.ddp_bucket_cap_mb * 2**20, run.dp * run.cp)
 
     def bucket(self, bucket: str) -> str:
-        """Do not merge a block's reductions once per step."""
+        """Leave each gradient's reduction by itself; `arrange` puts them into buckets."""
         return "step"
 
     def permanent_bytes(self, graph: Graph, size: Mapping[Node, int]) -> dict[str, int]:

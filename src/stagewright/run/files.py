@@ -152,7 +152,7 @@ def layout_of_script(model: str) -> dict[str, Any]:
 
 
 def _refuse_sizes_alone(settings: Mapping[str, Any], where: str) -> None:
-    """Raise a UserError for a script as the model of a run file that lacks the script's layout."""
+    """Raise a UserError if a run file names a script as model and does not repeat its layout."""
     if settings.get("mode", "train") != "train":
         return
     model = str(settings.get("model"))

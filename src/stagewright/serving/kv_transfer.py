@@ -83,7 +83,7 @@ class KvTransferCost:
     ) -> Self:
         """Transfer from a prefill instance to a decode instance, on different nodes.
 
-        Runs are not resolved. Raises UserError where they cannot be had, and for models whose
+        Runs are not resolved. Raises UserError where they are not possible, and for models whose
         caches are not keys and values of single tokens.
         """
         why = not_sent(model)

@@ -6,8 +6,8 @@
 
 A file may build upon another (`base: h100-sxm`) and name only what differs. A number is written
 `[value, source]`, where the source is a key of the file's `sources`; a plain number has none. The
-constants of kernels were fitted to measured kernels by `benchmarks/fit_kernels.py` and
-`benchmarks/fit_inference.py`.
+constants of kernels were fitted to measured kernels by `benchmarks/fit_kernels.py`,
+`benchmarks/fit_inference.py` and, of AMD, `benchmarks/fit_aiter.py`.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class ExpertFit(FigureBlock):
 # ---- constants of kernels of inference -----------------------------------------------------------
 
 BLOCKS = "fp8_block"
-"""Key of products in fp8 whose weights are scaled by blocks of rows and columns.
+"""Key in `gemm` of fp8 products whose weights have a scale per block of rows and columns.
 
 Their constants include the kernel that finds the scales of the inputs."""
 
@@ -508,7 +508,9 @@ class Hardware(FigureBlock):
     def sustained(self) -> Hardware:
         """Hardware at the clocks of a step: compute is slower, memory is not.
 
-        The constants of kernels are those of a benchmark (`benchmarks/fit_kernels.py`).
+        The constants of kernels are those of a benchmark (`benchmarks/fit_kernels.py`). Attention
+        runs at the clock of bf16 in every precision; attention to latents keeps its constants, of
+        which memory decides.
         """
         products, grouped = (
             {

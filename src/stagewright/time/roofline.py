@@ -227,7 +227,8 @@ def attention_seconds(
 ) -> Float:  # fmt: skip
     """Seconds of fused attention kernels: an array element per kernel.
 
-    `tiles`: blocks of `QUERIES` queries; `longest`: keys that the longest of them passes through;
+    `tiles`: blocks of `QUERIES` queries, in backward of keys; `longest`: keys (in backward queries)
+    that the longest of them passes through;
     `points`: pairs of a query and a key in all tiles, each with an exponential; `traffic`: bytes of
     operands and results.
     """
@@ -281,7 +282,7 @@ def training_attention_seconds(kernels: Kernels, hardware: Hardware, *, backward
     points = kernels.flops / flops_per_point
     masked = masked_points(tiles * QUERIES, points, size["window"])
     points = points + size["causal"] * masked
-    if backward and kernels.dtype == "fp8":  # cuDNN's passes through the keys outside a window
+    if backward and kernels.dtype == "fp8":  # cuDNN's kernel computes keys outside the window, too
         all_keys = tiles * QUERIES * (columns + QUERIES) / 2
         points = np.where(size["window"] > 0, all_keys, points)
     return attention_seconds(
@@ -325,8 +326,8 @@ def cached_attention_seconds(
     that are read; `traffic`: bytes of keys, values, queries and results. An array element each.
 
     Several units share the keys of one request (flash decoding), so that all are busy. A tile has
-    at least `ROWS` rows, however few queries meet a key: a decode step computes for rows that it
-    has not, while it waits for memory.
+    at least `ROWS` rows, however few queries meet a key: a decode step fills it with empty rows,
+    which are computed while it waits for memory.
     """
     assert hardware.inference is not None
     fit = hardware.inference.cached_attention

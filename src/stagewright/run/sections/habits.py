@@ -165,7 +165,7 @@ class HabitSection:
         "With zero=0: MiB of a gradient bucket across layers; the first bucket has 1 MiB.",
         unset="as bucket",
         elsewhere=_NO_GRADIENTS,
-        needs={"zero": (0,)},
+        needs={"zero": (0,), "bucket": ("layer", "parameter")},
         habits={"torchtitan": 25},
     )
     """`bucket_cap_mb` of `DistributedDataParallel`."""

@@ -270,7 +270,7 @@ class _LayoutSearch:
         self.ranking.refused.setdefault(why, []).append(example)
 
     def _group(self, row: int, settings: EngineSection) -> InstanceGroup | None:
-        """The group with one instance of a layout; None where it cannot be had."""
+        """The group with one instance of a layout; None where it is not possible."""
         rows = self.ranking.rows
         try:
             return InstanceGroup.of(

@@ -105,7 +105,7 @@ class Timeline:
 
     @cached_property
     def ticks(self) -> int:
-        """End of the last task, in ticks."""
+        """Ticks of the step: to the end of its last task, or of the window of a steady one."""
         if self.window is not None:
             return self.window[1] - self.window[0]
         return int(self.executed.ends.max(initial=0))
