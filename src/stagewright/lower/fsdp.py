@@ -35,13 +35,13 @@ their own; all others, and orders from files, run in `_PipelineScheduleRuntime`.
 
 
 @dataclass(frozen=True, slots=True)
-class RootUnit(Habit):
+class FsdpUnits(Habit):
     """FSDP2's `fully_shard`: a unit per layer, and the root unit for all other parameters."""
 
     pipelined: bool
     """`torch.distributed.pipelining`: all units reduce after the last backward of a stage, and their
     weights stay gathered from one action of the stage to the next."""
-    gathers_first: bool
+    gathers_ahead: bool
     """A rank gathers the weights of all its stages before the first action, as in the loop of
     schedules with several stages (`_PipelineScheduleRuntime`)."""
 
@@ -62,12 +62,12 @@ class RootUnit(Habit):
             return None
         pipelined = len(order) > 1
         split_backward = any(a.kind == "I" for steps in order for a in flat(steps))
-        gathers_first = pipelined and run.schedule not in ONE_STAGE
-        return cls(pipelined, gathers_first, split_backward, run.ep > 1 and not pipelined)
+        gathers_ahead = pipelined and run.schedule not in ONE_STAGE
+        return cls(pipelined, gathers_ahead, split_backward, run.ep > 1 and not pipelined)
 
     def unit_weights(self) -> UnitWeights:
         """Keep a pipeline's units gathered after backward."""
-        return UnitWeights(self.pipelined, self.gathers_first)
+        return UnitWeights(self.pipelined, self.gathers_ahead)
 
     def weight_ends(self, action: ActionRows, root: AbstractSet[int]) -> Mapping[int, int]:
         """Free a unit before its gradients are copied for their reduction (`post_backward`).

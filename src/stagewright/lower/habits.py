@@ -10,7 +10,7 @@ Megatron-LM does; a class below overrides points. A run has the habits that its 
     ddp_bucket_cap_mb  a layer's gradients  buckets of bytes across layers      GradientBuckets
     bucket             a layer's gradients  one reduction and gather of a rank  OneBucket
     pipeline_caches    freed after use      kept for all microbatches           PipelineCaches
-    fsdp_root_unit     each block gathers   one unit outside the layers         fsdp.RootUnit
+    fsdp_root_unit     each block gathers   one unit outside the layers         fsdp.FsdpUnits
     cp_grad_comm_type  reduce-scatter       a ring of fp32 gradients            RingAttention
 
 Options of Megatron-LM that hold more are habits, too: `compiled_loss`, `transposed_attention`,
@@ -43,7 +43,7 @@ from stagewright.lower.assembly.habit import (
 from stagewright.lower.assembly.lowered_block import Allocation, Value
 from stagewright.lower.assembly.segments import ActionRows, CopyRelation
 from stagewright.lower.assembly.stage_values import StageValues
-from stagewright.lower.fsdp import RootUnit, module_logits
+from stagewright.lower.fsdp import FsdpUnits, module_logits
 from stagewright.lower.kernels.extent import Extent, bytes_of
 from stagewright.lower.kernels.kernel import BlockSection, LoweredTask
 from stagewright.lower.kernels.live_values import LiveValue, interface
@@ -425,7 +425,7 @@ HABITS: tuple[type[Habit], ...] = (
     GradientBuckets,
     OneBucket,
     PipelineCaches,
-    RootUnit,
+    FsdpUnits,
     RingAttention,
     MoreMemory,
 )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from stagewright import blocks as model_blocks
 from stagewright.blocks.chain import MADE_ON_EACH_STAGE, live_ins, tied_tables
 from stagewright.errors import UserError
-from stagewright.lower.fsdp import RootUnit
+from stagewright.lower.fsdp import FsdpUnits
 from stagewright.lower.weight_storage import describe, storage
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import Layer
@@ -104,7 +104,7 @@ def place_blocks(run: Run, model: ModelConfig) -> list[list[PlacedVariant]]:
     for name, index, layer, behind in model_blocks.chain(model):
         if index < 0:
             recomputed = run.recompute == "full" and layer.ahead > 0
-            variant = BlockVariant(name, layer, recomputed, root=RootUnit.applies(run))
+            variant = BlockVariant(name, layer, recomputed, root=FsdpUnits.applies(run))
             (stages[stage] if behind else between).append((variant, -1))
             continue
         while index >= ends[stage]:

@@ -139,7 +139,7 @@ class GemmFit(FigureBlock):
         >>> tiles.slowed(0.5).fraction
         0.4
         """
-        if self.fraction <= FULL_POWER:
+        if self.fraction <= FULL_POWER:  # it never slows the clock
             return self
         tile = {"tile_us": self.tile_us / clock, "fraction": self.fraction * clock}
         return self.model_copy(update=tile)

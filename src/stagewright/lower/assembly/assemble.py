@@ -44,7 +44,7 @@ def assemble(
     per layer; stages match only if keys do; `message_parts`: how messages between stages are cut.
     """
     pp, weights = len(order), habits.unit_weights()
-    schedules = rank_schedules(order, unshards=weights.gathers_first)
+    schedules = rank_schedules(order, unshards=weights.gathers_ahead)
     stage_places, between = places(order), crossings(stages, message_parts)
     keys = [
         StageKey.of(stages[p.stage], p, between, pp, habits, layers=layers) for p in stage_places

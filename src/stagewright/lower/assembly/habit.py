@@ -29,7 +29,7 @@ class UnitWeights(NamedTuple):
     keeps_gathered: bool = False
     """Weights stay gathered after a backward and are freed by the next forward: the action of a
     stage that follows a backward gathers nothing."""
-    gathers_first: bool = False
+    gathers_ahead: bool = False
     """A rank gathers the weights of all its stages before its first action."""
 
 

@@ -34,7 +34,9 @@ HAS_PASS_PART: Bool = np.array([
 class CopyRelation:
     """Copy of an action, relative to the copy whose row refers to it.
 
-    Plain integers: tuples of integers cost the garbage collector nothing.
+    Plain integers: tuples of integers cost the garbage collector nothing. The numbers are not those
+    of kinds of actions, and their order counts: from `FIRST_FORWARD` to `OPTIMIZER` once per step,
+    from `SPLIT_BACKWARD` on halves of a backward.
     """
 
     BACKWARD = 0  # this and FORWARD: of the same microbatch
