@@ -39,8 +39,8 @@ class FsdpUnits(Habit):
     """FSDP2's `fully_shard`: a unit per layer, and the root unit for all other parameters."""
 
     pipelined: bool
-    """`torch.distributed.pipelining`: all units reduce after the last backward of a stage, and their
-    weights stay gathered from one action of the stage to the next."""
+    """`torch.distributed.pipelining`: all units reduce after the last backward of a stage, and
+    their weights stay gathered from one action of the stage to the next."""
     gathers_ahead: bool
     """A rank gathers the weights of all its stages before the first action, as in the loop of
     schedules with several stages (`_PipelineScheduleRuntime`)."""
@@ -84,7 +84,7 @@ class FsdpUnits(Habit):
     def arrange(
         self, items: Sequence[Item], root: AbstractSet[int], *, forward: bool
     ) -> Sequence[Row] | None:
-        """Make units of blocks: the root's gather first, and reduce last, or first in a pipeline."""
+        """Make units of blocks: the root's gathers first, and reduces last (pipelines: first)."""
         if self.pipelined:  # in the order of the module's units: the root is the first
             return _with_root_unit(items, root, root_first=True)
         return _with_root_unit(items, _unit(root))
@@ -269,7 +269,7 @@ def _extend_reduced(values: StageValues, action: ActionRows) -> None:
         padding = max(0, t.comm_bytes - sum(v.size for v in read))
         if padding:
             reduced.append(_buffer(values, action, i, "reduced.padding", padding, rows))
-        if t in summed:  # the sum over replicas lives as long as the unit: the gradient is a cast of it
+        if t in summed:  # the sum over replicas lives as long as the unit: a cast is the gradient
             for n in t.made:
                 if (value := values.value(i, n)) is not None:
                     value.touches.append(action.touch_by(len(action.tasks) - 1))

@@ -98,8 +98,8 @@ def make_instance(
     `max_tokens` and `max_requests` of a step are vLLM's `max_num_batched_tokens` and
     `max_num_seqs`; `gpu_memory_utilization` is the share of memory that the instance takes, or
     `free_gpu_memory_fraction` that of the cache in what is left beside weights and activations. The
-    passes of a `drafter` follow each step. Raises UserError where the run is not possible, its steps
-    have no table, or no request fits beside the weights.
+    passes of a `drafter` follow each step. Raises UserError where the run is not possible, its
+    steps have no table, or no request fits beside the weights.
     """
     if model.encoder_num_layers:
         raise UserError(
