@@ -224,7 +224,7 @@ def test_settings_of_engines_may_be_lists():
             assert count.startswith("# ")
             assert "meta-llama" in line
         else:
-            with pytest.raises(sw.UserError, match="was timed with scheduler"):
+            with pytest.raises(sw.UserError, match="timed with --scheduler"):
                 found.commands(engine)
     with pytest.raises(sw.UserError, match="wanted vllm, sglang or trtllm"):
         found.commands("megatron")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from helpers import pairs, rows_of, some
+from helpers import pairs, rows_of
 from invariants import check
 from spmd import check_blocks
 from stagewright.lower.compile import compile
@@ -40,7 +40,7 @@ def test_blocks_of_images_compute_what_one_device_does(
 PROGRAMS = [(row["model"], row["settings"]) for row in rows_of("test_toys", "programs")]
 
 
-@pytest.mark.parametrize(("model", "settings"), some(PROGRAMS), ids=str)
+@pytest.mark.parametrize(("model", "settings"), PROGRAMS, ids=str)
 def test_programs_are_sound(model: str, settings: dict[str, Any]) -> None:
     run = Run(model=model, **settings)
     check(compile(run, TOYS.get(model)).program, streams=run.streams, seeds=(0,))

@@ -317,7 +317,8 @@ class BusiestRanks:
     def of(cls, run: Run, model: ModelConfig, mesh: Mesh, plan: Plan) -> Self | None:
         """Busiest ranks of a resolved run; None: all experts get equal numbers of tokens."""
         ranks = mesh.size(*plan.expert)
-        if run.expert_load is None or (ranks == 1 and times_mean(run.expert_load)):
+        of_several = run.expert_load is not None and times_mean(run.expert_load) not in (None, 1)
+        if run.expert_load is None or (ranks == 1 and of_several):
             even = not model.top_k < model.num_experts or run.num_redundant_experts
             return None if even else cls([_popular_experts(model, ranks)], model.top_k)
         chosen: list[Float] = []

@@ -120,9 +120,10 @@ def _experts(run: Run, model: ModelConfig) -> Errors:
     more = f" and num_redundant_experts={redundant}" if redundant else ""
     experts = model.num_experts + redundant
     if experts % run.ep:
+        copies = "" if run.mode == "train" else f", or num_redundant_experts={-experts % run.ep}"
         yield (
             f"ep={run.ep} does not divide the {model.num_experts} experts of {model.name}{more}; "
-            f"use {divisors(experts)}"
+            f"use {divisors(experts)}{copies}"
         )
     etp, others = run.expert_tensor_parallel_size, run.tp * run.cp
     ranks = others * run.dp

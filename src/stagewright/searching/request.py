@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from stagewright.errors import UserError
 from stagewright.launch import files as launch
@@ -19,6 +19,7 @@ from stagewright.run.experiment import Experiment
 from stagewright.run.files import flat, is_manifest, launched, model_of_manifest, read_settings
 from stagewright.run.other_names import is_setting_name, setting_of
 from stagewright.run.sections import EXPERIMENT
+from stagewright.run.sections.habits import Framework
 from stagewright.run.settings import usual_batch
 from stagewright.run.training_rules import MOST_RANKS
 from stagewright.searching.constraints import check_value, tool_constraints
@@ -88,6 +89,10 @@ def search_request(
     axes |= vary_axes
     origins = dict.fromkeys(from_file - named_by_options - vary_axes.keys(), where)
     without_allowance = _pop_zero_allowance(options) or _pop_zero_allowance(values)
+    # A tool that is a framework has its own habits.
+    chosen = {setting_of(name) for name in (*values, *options)} | {*axes}
+    if tool in get_args(Framework) and "framework" not in chosen:
+        options["framework"] = tool
     # What is left is one experiment, and axes of settings.
     listed_hardware, nodes = axes.pop("hardware", ()), axes.pop("nodes", ())
     check_searched(axes)

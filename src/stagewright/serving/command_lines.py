@@ -52,8 +52,8 @@ def check_engine(engine: str, schedulers: Sequence[str]) -> None:
         raise UserError(f"--as {engine}: wanted {either(ENGINES)}")
     if ENGINES[engine] not in schedulers:
         raise UserError(
-            f"--as {engine}: timed with --scheduler {either(schedulers)}, wanted "
-            f"{ENGINES[engine]}; give only that one, or another row of a search (--run)"
+            f"--as {engine}: timed with --scheduler {either(schedulers)}; give only --scheduler "
+            f"{ENGINES[engine]}, or another row of a search (--run)"
         )
 
 

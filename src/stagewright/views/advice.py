@@ -26,6 +26,8 @@ from stagewright.arrays import exact_sum
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.lower import weight_storage
 from stagewright.lower.compiled_run import CompiledRun
+from stagewright.lower.routing import POPULARITY_EXPONENT
+from stagewright.model.config import ModelConfig
 from stagewright.numbers import duration, plural, quantity, side_by_side, spans
 from stagewright.program.columns import Program, RankClass
 from stagewright.program.fit import NEARLY_FULL, Fit
@@ -344,13 +346,14 @@ def _exposed(step: SimulatedStep) -> Iterator[Remark]:
                 + (f" To shorten it: {_listed(remedies)}." if remedies else ""),
             )
     for label, busy in step.mean.communication.items():
-        if busy > NEARLY_BUSY * step.seconds and busy > 2 * step.mean.exposed.get(label, 0.0):
+        nearly = NEARLY_BUSY * step.seconds < busy <= step.seconds  # more: several at a time
+        if nearly and busy > 2 * step.mean.exposed.get(label, 0.0):
             share = busy / step.seconds
             yield Remark(
                 "warning",
                 "Communication",
                 f"communication along {label} is hidden, but occupies its network for {share:.0%} "
-                f"of the step: on a network slower by more than {max(0.0, 1 - share):.0%} it "
+                f"of the step: on a network slower by more than {1 - share:.0%} it "
                 "determines the step. Compare layouts with less of it on such a network (--vary "
                 "scale_out.bandwidth_fraction of a search).",
             )
@@ -420,21 +423,31 @@ def _fewer_is_busiest(compiled: CompiledRun) -> bool:
     return any(layers[work.index(max(work))] < max(layers) for work in measures)
 
 
-_EVEN = (
-    "every expert is assumed to get the same number of tokens, as where a benchmark forces its "
-    "router to balance (Megatron-LM's --moe-router-force-load-balancing). Where nothing balances "
-    "ranks, the busiest was measured to get 1.3 to 4 times the mean (arXiv 2606.04101)"
-)
+def _assumed_load(run: Run, model: ModelConfig) -> str:
+    """Tokens that experts are assumed to get, in words."""
+    if run.mode == "train":
+        return (
+            "every expert is assumed to get the same number of tokens, as where a benchmark forces "
+            "its router to balance (Megatron-LM's --moe-router-force-load-balancing). Where nothing "
+            "balances ranks, the busiest was measured to get 1.3 to 4 times the mean (arXiv "
+            "2606.04101): expert_load=1.3, or a file of loads, and that rank sets the pace."
+        )
+    if run.num_redundant_experts or model.top_k == model.num_experts:
+        return "every rank is assumed to get the same number of tokens: copies of experts even out."
+    ratio = model.num_experts**POPULARITY_EXPONENT
+    return (
+        f"the most popular expert is assumed to get {ratio:.0f} times the tokens of the least, as "
+        "fitted to published servers, and the busiest rank sets the pace; expert_load=1 is even."
+    )
 
 
 def _experts(compiled: CompiledRun) -> Iterator[Remark]:
-    if not compiled.model.num_experts:
+    run, model = compiled.run, compiled.model
+    if not model.num_experts:
         return
     if compiled.load is None:
-        if compiled.run.ep > 1:
-            trains = compiled.run.mode == "train"
-            loads = ": expert_load=1.3, or a file of loads, and that rank sets the pace"
-            yield Remark("note", "Experts", f"{_EVEN}{loads if trains else ''}.")
+        if run.ep > 1 and run.expert_load is None:
+            yield Remark("note", "Experts", _assumed_load(run, model))
         return
     by_stage = itertools.groupby(compiled.program.classes, key=lambda of: of.pipeline_rank)
     worst, where = 0.0, 0

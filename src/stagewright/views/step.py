@@ -213,8 +213,13 @@ def traced_text(step: TracedStep, description: str) -> Iterator[str | Table]:
 
 
 def assumed_batch(compiled: CompiledRun) -> Iterator[str]:
-    """The global batch, unless the user gave it."""
+    """The global batch, or the requests of a step, unless the user gave them."""
     run = compiled.run
+    if run.mode != "train" and {"batch_size", "requests", "prefill"} <= compiled.assumed:
+        yield (
+            f"batch of {plural(run.batch_size or 0, 'request', 'requests')}, assumed: one for each "
+            "of dp x pp; set --batch-size"
+        )
     if run.mode == "train" and "global_batch_size" in compiled.assumed:
         searched = usual_batch(run, compiled.model, [run.world_size])
         yield (

@@ -366,8 +366,9 @@ def test_search_says_on_stderr_what_has_no_flag(command: Command):
     assert found.out.startswith("from recipes import")  # the file alone; the report is on stderr
     assert "# zero=1 has no flag: dp shards parameters, " in found.out
     assert "tokens/s" in found.err
-    assert "note: 1 setting has no flag in torchtitan: zero\n" in found.err
-    assert "note: figures are with the habits of Megatron-LM; " in found.err
+    assert "note: 2 settings have no flag in torchtitan: zero, launch_mode\n" in found.err
+    megatron = command("search", "gpt2", *asked.split(), "--framework", "megatron").err
+    assert "note: figures are with the habits of Megatron-LM; " in megatron
 
 
 def test_a_search_without_a_terminal_says_when_it_estimates(

@@ -509,7 +509,7 @@ def test_how_sure_the_answer_is():
 
 @cases
 def test_estimates_are_near_what_is_simulated(
-    settings: dict[str, Any], gpus: int, count: int, within: float
+    settings: dict[str, Any], gpus: int, count: int, within: float, peak_within: float
 ) -> None:
     rows = search_request(settings, hardware=["h100-sxm"], gpus=gpus).space.enumerate().candidates
     estimates, exact = estimate(rows), simulate_all(rows).figures
@@ -517,7 +517,7 @@ def test_estimates_are_near_what_is_simulated(
     assert (len(rows), known.any()) == (count, True)
     ratio = estimates.seconds[known] / exact.seconds[known]
     assert ratio == pytest.approx(1.0, abs=within)
-    assert estimates.peak[known] == pytest.approx(exact.peak[known], rel=0.3)
+    assert estimates.peak[known] == pytest.approx(exact.peak[known], rel=peak_within)
     assert estimates.mfu[known] * ratio == pytest.approx(exact.mfu[known])
 
 

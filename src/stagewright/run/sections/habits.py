@@ -20,12 +20,14 @@ from stagewright.run.sections.declare import (
 
 _NO_GRADIENTS = "there are no gradients"
 
+Framework = Literal["megatron", "torchtitan"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class HabitSection:
     """Habits of frameworks; `torchtitan` is PyTorch 2.13's FSDP2, DDP, DTensor and AdamW."""
 
-    framework: Literal["megatron", "torchtitan"] = of_training(
+    framework: Framework = of_training(
         "megatron",
         "Framework that sets the defaults of other settings.",
         elsewhere="its habits are those of training",
