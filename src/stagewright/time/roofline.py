@@ -282,9 +282,8 @@ def training_attention_seconds(kernels: Kernels, hardware: Hardware, *, backward
     points = kernels.flops / flops_per_point
     masked = masked_points(tiles * QUERIES, points, size["window"])
     points = points + size["causal"] * masked
-    if (
-        backward and kernels.dtype == "fp8" and hardware.vendor == "NVIDIA"
-    ):  # cuDNN's kernel computes keys outside the window, too
+    if backward and kernels.dtype == "fp8" and hardware.vendor == "NVIDIA":
+        # cuDNN's kernel computes keys outside the window, too.
         all_keys = tiles * QUERIES * (columns + QUERIES) / 2
         points = np.where(size["window"] > 0, all_keys, points)
     return attention_seconds(

@@ -428,9 +428,9 @@ def _assumed_load(run: Run, model: ModelConfig) -> str:
     if run.mode == "train":
         return (
             "every expert is assumed to get the same number of tokens, as where a benchmark forces "
-            "its router to balance (Megatron-LM's --moe-router-force-load-balancing). Where nothing "
-            "balances ranks, the busiest was measured to get 1.3 to 4 times the mean (arXiv "
-            "2606.04101): expert_load=1.3, or a file of loads, and that rank sets the pace."
+            "its router to balance (Megatron-LM's --moe-router-force-load-balancing). Where "
+            "nothing balances ranks, the busiest was measured to get 1.3 to 4 times the mean "
+            "(arXiv 2606.04101): expert_load=1.3, or a file of loads, and that rank sets the pace."
         )
     if run.num_redundant_experts or model.top_k == model.num_experts:
         return "every rank is assumed to get the same number of tokens: copies of experts even out."
