@@ -33,7 +33,7 @@ compare() { # OLD NEW, of which OLD may be /dev/null: Markdown, or the error as 
         (cd "$place" && stagewright diff "$1" "$2" --hardware "$HARDWARE" --markdown "${given[@]}") \
             > "$place/text" 2> "$place/error" || code=$?
         name=$(sed -nE 's/.* has no variable (\w+) that --set could give$/\1/p
-                        s/.*--set and --ignore-unknown are of launch files.*/\\w+/p' "$place/error")
+                        s/.*--set and --ignore-unknown are of a launch file.*/\\w+/p' "$place/error")
         count=${#given[@]}
         readarray -t given < <([ -z "$name" ] || printf '%s\n' "${given[@]}" |
             sed -E "/^--set=$name=/d; /^--set$/{N;/\n$name=/d}")
