@@ -89,12 +89,12 @@ def search_request(
     axes |= vary_axes
     origins = dict.fromkeys(from_file - named_by_options - vary_axes.keys(), where)
     without_allowance = _pop_zero_allowance(options) or _pop_zero_allowance(values)
-    # A tool that is a framework has its own habits.
-    chosen = {setting_of(name) for name in (*values, *options)} | {*axes}
-    if tool in get_args(Framework) and "framework" not in chosen:
-        options["framework"] = tool
     # What is left is one experiment, and axes of settings.
     listed_hardware, nodes = axes.pop("hardware", ()), axes.pop("nodes", ())
+    fixed = {setting_of(name) for name in (*values, *options)} | {*axes}
+    if tool in get_args(Framework) and "framework" not in fixed:
+        options["framework"] = tool  # its steps are timed with its own habits
+        fixed.add("framework")
     check_searched(axes)
     base = Experiment.of(values, options, path)
     cluster = base.cluster
@@ -114,7 +114,6 @@ def search_request(
         raise UserError("a search needs hardware; name some with --hardware, such as h100-sxm")
     if not nodes and cluster.nodes is not None:
         nodes = (cluster.nodes,)
-    fixed = {setting_of(name) for name in (*values, *options)} | {*axes}
     fixed |= {"memory_allowance"} if without_allowance else set()
     file_gpus = search_only.pop("gpus", None)
     specs = _with_file_specs(specs, search_only, systems, where)

@@ -433,7 +433,10 @@ def _assumed_load(run: Run, model: ModelConfig) -> str:
             "(arXiv 2606.04101): expert_load=1.3, or a file of loads, and that rank sets the pace."
         )
     if run.num_redundant_experts or model.top_k == model.num_experts:
-        return "every rank is assumed to get the same number of tokens: copies of experts even out."
+        return (
+            "every rank is assumed to get the same number of tokens, since redundant experts, or a "
+            "router that chooses all, even out the load."
+        )
     ratio = model.num_experts**POPULARITY_EXPONENT
     return (
         f"the most popular expert is assumed to get {ratio:.0f} times the tokens of the least, as "
